@@ -123,12 +123,21 @@ class RankError(HpcTrainError):
     """An unexpected exception on one rank; its traceback is in that rank's log."""
 
 
+def unwritable(directory: str | os.PathLike[str], error: OSError) -> ConfigError:
+    """The error for a run directory in which something cannot be written."""
+    named = "" if error.filename is None else f": {error.filename}"
+    return ConfigError(
+        f"{directory} cannot be written ({error.strerror}{named})",
+        "give a folder that you may write to, or free space",
+    )
+
+
 class Stopped(Exception):
     """The run stopped early, on a signal or before its time limit, with a checkpoint.
 
     Args:
         step: the last finished step, which the checkpoint has; 0 before the first step.
-        reason: name of the cause of the stop, such as "SIGTERM".
+        reason: name of the cause of the stop, such as "SIGTERM" or "the file DIRECTORY/STOP".
         saved: whether a checkpoint of that step was written.
     """
 
@@ -145,6 +154,11 @@ class Stopped(Exception):
             return f"stopped by {self.reason} before the first step"
         written = ", checkpoint written" if self.saved else ""
         return f"stopped by {self.reason} after step {self.step}{written}"
+
+    def remedy(self, again: str) -> str:
+        """How the run goes on: by `again`, once what keeps it from that is gone."""
+        first = "remove the file, and " if self.reason.startswith("the file ") else ""
+        return f"{first}{again} resumes from there"
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:

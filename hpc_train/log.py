@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.errors import print_line
 
 ROOT = "hpc_train"
+
+logger = logging.getLogger(__name__)
 
 
 class ConsoleHandler(logging.Handler):
@@ -22,6 +26,31 @@ class ConsoleHandler(logging.Handler):
         """Print one message."""
         # This looks up sys.stdout at each call, because a live display replaces it for a while.
         print_line(self.format(record))
+
+
+class RankFileHandler(logging.FileHandler):
+    """Writes messages to a file. A file that cannot be written does not end the run.
+
+    There is one warning on the console. Lines that find no room come later, as far as the file's
+    buffer keeps them.
+    """
+
+    warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # overrides logging's
+        """Warn once that the file cannot be written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.warned:
+            self.warned = True
+            text = "%s cannot be written (%s); the run goes on"
+            logger.warning(text, self.baseFilename, error.strerror)
+
+    def close(self) -> None:
+        """Close the file. An error of the run must not be hidden by one of its log."""
+        with suppress(OSError):
+            super().close()
 
 
 def to_console(rank: int) -> logging.Handler:
@@ -40,7 +69,7 @@ def to_file(directory: Path, rank: int, size: int) -> logging.Handler:
     The file of rank 0 is DIRECTORY/rank-000.log. A run that is resumed appends to its files.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(directory / f"rank-{rank:03d}.log")
+    handler = RankFileHandler(directory / f"rank-{rank:03d}.log")
     line = f"%(asctime)s [{rank}/{size} {socket.gethostname()}] %(levelname)s %(message)s"
     handler.setFormatter(logging.Formatter(line))
     logger = logging.getLogger(ROOT)

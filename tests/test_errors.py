@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import UserError, plural, print_error, print_line
+from hpc_train.errors import Stopped, UserError, plural, print_error, print_line
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,12 @@ def test_a_stream_that_cannot_be_written_ends_no_job():
         with pytest.raises(OSError, match="No space left"):  # it keeps the line for the next try
             full.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+def test_a_run_that_a_file_has_stopped_needs_it_removed():
+    assert Stopped(3, "SIGTERM").remedy("the same command") == (
+        "the same command resumes from there"
+    )
+    assert Stopped(3, "the file runs/a/STOP").remedy("the same command") == (
+        "remove the file, and the same command resumes from there"
+    )

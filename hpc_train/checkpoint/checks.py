@@ -14,6 +14,7 @@ Trained parameters must be finite.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -39,17 +40,36 @@ Batch: TypeAlias = "tuple[torch.dtype, list[str]]"
 """The names of some tensors, and the real type as which their bytes are checked together."""
 
 
-def check_savable(trained: TrainingState) -> None:
+def check_savable(trained: TrainingState, *, cut: bool = False) -> None:
     """Check that a checkpoint can hold all of this rank's state that exists by now.
+
+    Args:
+        trained: this rank's.
+        cut: whether ranks hold different parts of the model.
 
     Raises:
         UserError: it cannot. The message names the first thing that it cannot hold.
     """
     check_has_memory(trained.model)
     _check_parameters(trained)
-    _check_model(trained)
+    _check_model(trained, cut=cut)
     for name, value in _slots(trained.optimizer):
         _check_slot(name, value)
+
+
+def in_json(what: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as a checkpoint gives them back: a tuple becomes a list.
+
+    Raises:
+        UserError: JSON cannot hold one of them.
+    """
+    try:
+        return {key: json.loads(json.dumps(one, sort_keys=True)) for key, one in values.items()}
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"the {what} of a checkpoint cannot be saved ({error})",
+            "keep strings, numbers, lists and dicts there",
+        ) from None
 
 
 def is_plain(value: Any) -> bool:
@@ -74,11 +94,11 @@ def _check_parameters(trained: TrainingState) -> None:
                 )
 
 
-def _check_model(trained: TrainingState) -> None:
+def _check_model(trained: TrainingState, *, cut: bool) -> None:
     model = trained.model
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     saved = model.state_dict(keep_vars=True)
-    extras = _check_extra(trained)
+    extras = _check_extra(trained, cut=cut)
     for name, value in saved.items():
         if name in extras:
             continue
@@ -98,7 +118,7 @@ def _check_model(trained: TrainingState) -> None:
             )
 
 
-def _check_extra(trained: TrainingState) -> set[str]:
+def _check_extra(trained: TrainingState, *, cut: bool) -> set[str]:
     """Check what modules keep beside tensors; returns its names in `state_dict`."""
     found = module_extras(trained.model)
     for name, value in found.items():
@@ -114,7 +134,7 @@ def _check_extra(trained: TrainingState) -> set[str]:
             is nn.Module.set_extra_state
         ):
             raise UserError(f"{what} could not be restored", "give the module set_extra_state")
-        if trained.shards:
+        if cut:
             raise UserError(
                 f"{what} cannot be saved of a model that is cut over ranks",
                 "keep it in a buffer (register_buffer)",

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_train import files
-from hpc_train.errors import ClaimError, ConfigError
+from hpc_train.errors import ClaimError, unwritable
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
@@ -265,10 +265,7 @@ def claimed(
             try:
                 claim = take_claim(directory, Owner.here(place, timeout), jobs)
             except OSError as error:
-                raise ConfigError(
-                    f"{directory} cannot be written ({error.strerror}: {error.filename})",
-                    "give a folder that you may write to, or free space",
-                ) from None
+                raise unwritable(directory, error) from None
     token = group.from_first(lambda: claim.token if claim else "")
     claim = claim or Claim(directory / FOLDER, token)
     try:

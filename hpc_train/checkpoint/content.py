@@ -194,8 +194,11 @@ class Content:
         Raises:
             UserError: it cannot.
         """
+        cut = self.alike.group.size < self.group.size
         with agreed(self.group):
-            checks.check_savable(self.trained)
+            checks.in_json("identity", self.identity)
+            checks.in_json("description (about)", self.about)
+            checks.check_savable(self.trained, cut=cut)
 
     def unify(self) -> None:
         """Bring all replicas to one state: running statistics in their buffers differ."""
@@ -343,10 +346,11 @@ class Content:
         return (self.replica, self.alike.group) if fits else ()
 
     def _check_identity(self, saved: Mapping[str, Any], path: Path) -> None:
-        for key in sorted(self.identity.keys() | saved.keys()):
-            if self.identity.get(key) != saved.get(key):
+        own = checks.in_json("identity", self.identity)
+        for key in sorted(own.keys() | saved.keys()):
+            if own.get(key) != saved.get(key):
                 made = f"with {key} {saved[key]}" if key in saved else f"without {key}"
-                mine = self.identity.get(key, "no such thing")
+                mine = own.get(key, "no such thing")
                 if key == "data" and isinstance(saved.get(key), str):
                     raise CheckpointMismatch(
                         f"{path} was made from other data: its manifest has the hash {saved[key]}, "

@@ -51,13 +51,7 @@ class Reader:
         lock: threading.RLock | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        if stream := [one for one in datasets_in(dataset) if not _is_by_number(one)]:
-            raise UserError(
-                f"the data set is of type {type(stream[0]).__name__}, which has no samples by "
-                "number",
-                "give a map-style data set; if you have a DataLoader, give its dataset, batch size "
-                "and collate_fn",
-            )
+        check_by_number(dataset)
         if collate_fn is not None and hasattr(dataset, "fetch"):
             raise UserError(
                 "the data set has `fetch`, which returns whole batches, so it takes no collate_fn",
@@ -205,6 +199,20 @@ class Reader:
         """A batch of a TensorDataset, as `default_collate` makes it, but in one piece."""
         rows = torch.as_tensor(indices)
         return [tensor[rows] for tensor in self.dataset.tensors]
+
+
+def check_by_number(dataset: Any) -> None:
+    """Check that a data set has samples by number; None is none.
+
+    Raises:
+        UserError: it has not.
+    """
+    if stream := [one for one in datasets_in(dataset) if not _is_by_number(one)]:
+        raise UserError(
+            f"the data set is of type {type(stream[0]).__name__}, which has no samples by number",
+            "give a map-style data set; if you have a DataLoader, give its dataset, batch size "
+            "and collate_fn",
+        )
 
 
 def _is_by_number(dataset: Any) -> bool:

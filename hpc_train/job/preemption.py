@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import math
+import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +29,7 @@ ENOUGH = 1002
 LEFT = 1003
 EARLY = 0.1  # share of a job's time after which it must know how long a checkpoint takes
 LEAVING = 60.0  # seconds in which the other ranks must follow a rank that has left its loop
+KEPT_SECONDS = 60.0  # seconds in which a program that is starting must come to answer a signal
 STOP_FILE_SECONDS = 1.0  # seconds between two looks for the file, which may be on a network
 
 
@@ -33,6 +39,69 @@ def hold_signals() -> None:
     Call it in the main thread before other threads start: they inherit it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, REQUEST_SIGNALS)
+
+
+class SignalKeeper:
+    """Keeps a stop signal of a program that is starting, until a `StopRequests` takes it.
+
+    Own programs do other things, too. So a handler keeps it, which they may replace, and which
+    their child processes do not inherit. The signal ends the process if nothing has taken it after
+    KEPT_SECONDS.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._process, self._until = os.getpid(), math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Keep a signal. A child process that was forked has no use for it."""
+        now = time.monotonic()
+        if os.getpid() != self._process or now >= self._until:
+            end_by(number)
+        elif not self.signal:
+            self.signal, self._until = number, now + KEPT_SECONDS
+            # A handler may have interrupted `threading`, whose locks it must not wait for.
+            _thread.start_new_thread(self._remind, ())
+
+    def _remind(self) -> None:
+        time.sleep(KEPT_SECONDS)
+        if self.signal:
+            os.kill(self._process, self.signal)
+
+    def taken(self) -> int:
+        """The signal, which is no longer kept; 0: there was none."""
+        number, self.signal, self._until = self.signal, 0, math.inf
+        return number
+
+
+def end_by(number: int) -> None:
+    """Do what a signal does to a process that has no handler for it."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """Keep stop signals that come before a `StopRequests` is made. Signals with handlers are left.
+
+    If none is made, a signal that came ends the process when the block is done.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which cannot have handlers
+        yield
+        return
+    keeper = SignalKeeper()
+    kept = [n for n in REQUEST_SIGNALS if signal.getsignal(n) is signal.SIG_DFL]
+    for number in kept:
+        signal.signal(number, keeper)
+    try:
+        yield
+    finally:
+        for number in kept:
+            if signal.getsignal(number) is keeper:
+                signal.signal(number, signal.SIG_DFL)
+        came = keeper.taken()
+    if came:
+        end_by(came)
 
 
 class StopRequests:
@@ -66,6 +135,10 @@ class StopRequests:
         self._before: dict[int, Any] = {
             number: signal.signal(number, self._note) for number in REQUEST_SIGNALS
         }
+        for number, handler in self._before.items():
+            if isinstance(handler, SignalKeeper):
+                self._signal = handler.taken() or self._signal
+                self._before[number] = signal.SIG_DFL  # the program has started
         self._stopping = False
         # Signals that `hold_signals` has held back arrive now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUEST_SIGNALS)

@@ -9,12 +9,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from hpc_train import log
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, print_error
 from hpc_train.host.process import seconds_since_begin
 from hpc_train.job.exhausted import note_remedy
+from hpc_train.job.preemption import signals_kept
 from hpc_train.mpi import environment
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
@@ -34,12 +35,18 @@ def run(program: Callable[[Runtime], None], *, ask_scheduler: bool = True) -> in
 
     Args:
         program: the function that all ranks run; its argument is the runtime.
-        ask_scheduler: ask for the job's end and for the user's other jobs, before MPI starts.
+        ask_scheduler: ask for the job's end and for the user's other jobs, before MPI starts, and
+            keep signals that ask the job to stop (`signals_kept`).
 
     Returns:
         0 finished, 75 stopped with a checkpoint, 2 the user's mistake, 1 any other error.
     """
     faulthandler.enable()
+    with signals_kept() if ask_scheduler else nullcontext():
+        return _started(program, ask_scheduler=ask_scheduler)
+
+
+def _started(program: Callable[[Runtime], None], *, ask_scheduler: bool) -> int:
     if ask_scheduler and _launched_rank() == 0 and "mpi4py.MPI" not in sys.modules:
         from hpc_train.job import deadline, jobs  # they load libraries that few programs need
 
@@ -68,7 +75,7 @@ def _run(program: Callable[[Runtime], None], runtime: Runtime) -> int:
         runtime.end(failed=False)
         failed = False
     except Stopped as stopped:
-        logger.info("%s; the same command resumes from there", stopped)
+        logger.info("%s; %s", stopped, stopped.remedy("the same command"))
         code = stopped.exit_code
     except HpcTrainError as error:
         code = error.exit_code

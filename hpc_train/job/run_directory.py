@@ -11,7 +11,7 @@ from hpc_train import files, log
 from hpc_train.checkpoint.catalogue import find_checkpoints
 from hpc_train.checkpoint.claim import Claim, claimed
 from hpc_train.config import RunConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, unwritable
 from hpc_train.job import jobs
 from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import agreed
@@ -91,7 +91,4 @@ def writable(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"{directory} cannot be written ({error.strerror}: {error.filename})",
-            "give a folder that you may write to, or free space",
-        ) from None
+        raise unwritable(directory, error) from None

@@ -151,7 +151,7 @@ def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
         try:
             yield session.runtime
         except Stopped as stopped:
-            session.runtime.print(f"{stopped}; the same program resumes from there")
+            session.runtime.print(f"{stopped}; {stopped.remedy('the same program')}")
             raise SystemExit(stopped.exit_code) from None
     finally:
         for one, state in before:

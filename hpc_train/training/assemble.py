@@ -21,6 +21,7 @@ from hpc_train.data.loader import Part, cut
 from hpc_train.data.mixture import datasets_in
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.packing import PackedDataset
+from hpc_train.data.reader import check_by_number
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.tables.balanced import RowsOfClass
 from hpc_train.errors import ConfigError, UserError, plural
@@ -268,8 +269,10 @@ def _built(config: RunConfig, task: TrainingTask, group: Group) -> nn.Module:
 def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan:
     """Cut batches into micro-batches, and check the configuration against the data. Collective."""
     group, data, run = grid.world, config.data, config.run
-    samples, held_out = len(task.dataset), task.validation is not None
+    held_out = task.validation is not None
     with agreed(group):
+        for one in (task.dataset, task.validation):
+            check_by_number(one)
         _check_task(data, task)
         searched = data.micro_batch == "auto"
         if searched and run.deterministic:
@@ -307,7 +310,9 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
         last = last_step(run, order.steps_per_epoch)
         check_best(config.checkpoint, data, last, held_out=held_out)
         run.profile.check(group.size, last)
-    given = f"{samples} {len(task.validation) if held_out else 0} {order.identity} {lengths}"
+    given = (
+        f"{len(task.dataset)} {len(task.validation) if held_out else 0} {order.identity} {lengths}"
+    )
     what = "the data set (its size, mixture or lengths)"
     same(group, what, given, "give all ranks the same data")
     if micro_batches < grid.pp and group.rank == 0:
@@ -347,6 +352,11 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
         raise ConfigError(
             f"data.validation_every is {data.validation_every}, but nothing is held out",
             "prepare the data with more --validation, or leave the key out",
+        )
+    if task.validation is not None and not len(task.validation):
+        raise ConfigError(
+            "the data set `validation` of TrainingTask has no samples",
+            "leave it out, or give it some",
         )
     if task.together > 1 and (data.micro_batch == "auto" or data.micro_tokens is not None):
         raise ConfigError(

@@ -56,7 +56,7 @@ def start_engine(config: RunConfig, grid: ParallelGrid, device: torch.device) ->
     engine: Engine = gradients.engine
     if engine == "auto" and gradients.average_every == 1:
         engine = "mpi" if config.memory.staged else best_engine(device)
-    if engine == "horovod":
+    if engine == "horovod" and grid.world.size > 1:  # alone, nothing is averaged
         start_horovod(
             *(grid.world, grid.process_sets()),
             fusion_bytes=gradients.bucket_bytes,

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from hpc_train.errors import UserError
 from hpc_train.models.shape import Shape
 from hpc_train.training.scoring import Scoring
 
@@ -73,3 +75,23 @@ class TrainingTask:
     together: int = 1
     shape: Shape | None = None
     finish: Callable[[Any], None] | None = None
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """What a task's loss returned, as a scalar of float32 or wider.
+
+    Raises:
+        UserError: it is not one number, or gives no gradients in training.
+    """
+    if not isinstance(loss, Tensor):
+        what = f"a value of type {type(loss).__name__}"
+    elif loss.numel() != 1:
+        what = f"a tensor of shape {list(loss.shape)}"
+    elif torch.is_grad_enabled() and not loss.requires_grad:
+        what = "a tensor that depends on no parameter that is trained"
+    else:
+        return loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
+    raise UserError(
+        f"the task's loss has returned {what}",
+        "let it return one tensor with one element, from which gradients can be computed",
+    )

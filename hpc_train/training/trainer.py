@@ -49,7 +49,7 @@ from hpc_train.training.performance import without_extras
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.step_records import StepRecords
 from hpc_train.training.steps import guarded_steps
-from hpc_train.training.task import TrainingTask
+from hpc_train.training.task import TrainingTask, checked_loss
 from hpc_train.training.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,11 @@ class Trainer:
         return len(self.plan.parts) if isinstance(self.plan.parts, list) else MANY_PASSES
 
     def validate(self) -> float:
-        """The mean loss over the held-out data set. Collective."""
+        """The mean loss over the held-out data set. Collective.
+
+        Raises:
+            UserError: nothing is held out.
+        """
         self.held_out = self._scores(self.validation)
         return self.held_out["loss"]
 
@@ -337,7 +341,7 @@ class Trainer:
     def _loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
         with self._number_format():
-            return _at_least_float32(self.loss(model or self.model, batch))
+            return checked_loss(self.loss(model or self.model, batch))
 
     def _measured(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The loss of held-out samples, as `_loss`, and the rows that the task's scores need."""
@@ -345,7 +349,7 @@ class Trainer:
             return self._loss(batch), {}
         with self._number_format():
             loss, rows = self.task.scores.measure(self.model, batch)
-            return _at_least_float32(loss), rows
+            return checked_loss(loss), rows
 
     def _number_format(self) -> AbstractContextManager[object]:
         """A context in which the model computes in the number format of the configuration."""
@@ -424,7 +428,3 @@ def _call(model: nn.Module, batch: Any) -> Tensor:
     """Call a model with the parts of a batch; it returns its loss."""
     loss: Tensor = model(*batch)
     return loss
-
-
-def _at_least_float32(loss: Tensor) -> Tensor:
-    return loss.to(torch.promote_types(loss.dtype, torch.float32))

@@ -18,6 +18,7 @@ from hpc_train.data.lengths import lengths_of
 from hpc_train.data.loader import Part
 from hpc_train.data.order import evenly
 from hpc_train.data.reader import Reader
+from hpc_train.errors import UserError
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 from hpc_train.seeds import mix
@@ -73,7 +74,14 @@ class Validation:
 
         Raises:
             HpcTrainError: the task's functions of scores have failed; on all ranks.
+            UserError: there are no samples.
         """
+        with agreed(self.made.grid.world):
+            if self.reader.dataset is None or not len(self.reader.dataset):
+                raise UserError(
+                    "there are no held-out samples, so they have no loss",
+                    "give TrainingTask a `validation` with samples",
+                )
         world = self.made.grid.world
         with nullcontext() if self.collector is None else closing(self.collector(world)) as rows:
             loss = self._mean_loss(size, rows)

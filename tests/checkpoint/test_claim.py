@@ -17,7 +17,7 @@ from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.checkpoint.claim import Claim, Jobs, Owner, ProcessPlace, claimed, take_claim, void
 from hpc_train.errors import ClaimError, ConfigError
 from hpc_train.mpi.group import Group
-from tests.checkpoint.faults import Call, faults
+from tests.checkpoint.faults import Call, fail, faults
 from tests.checkpoint.states import found, save, store
 
 OTHERS: deque[int] = deque()
@@ -182,6 +182,21 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_mend(tmp_path):
         claimed(Group(), tmp_path / "file" / "run", 1.0),
     ):
         pass
+
+
+def test_a_full_disk_is_told_with_the_folder(tmp_path):
+    told = re.escape(f"{tmp_path} cannot be written (No space left on device)")
+
+    def full(name, *call):
+        return fail(name, *call) if name == "write" else call[0](*call[1:])
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ConfigError, match=told),
+    ):
+        patch.setattr(files, "call", full)
+        with claimed(Group(), tmp_path, 1.0):
+            pass
 
 
 def test_former_claims_are_removed_but_for_the_last(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.checkpoint.restore import Tensors
-from hpc_train.errors import UserError
+from hpc_train.errors import EXIT_STOPPED, UserError
 from hpc_train.job.program import run
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -168,6 +169,20 @@ def test_a_process_alone_that_ends_in_its_loop_has_saved(tmp_path, leaving):
         run(program)
     assert caught.value is leaving
     jobs[0].check_saved(17)
+
+
+def test_a_signal_before_the_loop_ends_it_before_its_first_step(tmp_path):
+    before = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    jobs = []
+
+    def program(runtime: Runtime) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        jobs.append(Job(runtime, tmp_path))
+        jobs[0].step(next(jobs[0].batches()))
+
+    assert run(program) == EXIT_STOPPED
+    assert not jobs[0].seen
+    signal.signal(signal.SIGUSR2, before)
 
 
 def test_an_error_within_the_optimizers_step_leaves_no_state_that_is_saved(tmp_path):

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
-from hpc_train.job.preemption import StopRequests
+from hpc_train.job.preemption import StopRequests, signals_kept
 from hpc_train.mpi.group import Group
 
 
@@ -61,6 +63,61 @@ def test_former_handlers_come_back():
     before = signal.getsignal(signal.SIGTERM)
     StopRequests().close()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.fixture
+def default():
+    """The process has no handler for the signal that it returns."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    yield signal.SIGUSR1
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_at_the_start_is_kept_until_the_program_can_answer(default):
+    with signals_kept():
+        os.kill(os.getpid(), default)
+        stop = StopRequests()
+        assert stop.agree(Group()) == default.name
+        stop.close()
+
+
+def test_kept_signals_leave_the_handlers_of_the_program(default):
+    def own(*_):
+        pass
+
+    with signals_kept():
+        signal.signal(default, own)
+    assert signal.getsignal(default) is own
+    with signals_kept():
+        assert signal.getsignal(default) is own
+        stop = StopRequests()
+        stop.close()
+    assert signal.getsignal(default) is own
+
+
+def test_after_the_answer_a_signal_does_what_it_always_does(default):
+    with signals_kept():
+        StopRequests().close()
+        assert signal.getsignal(default) is signal.SIG_DFL
+    assert signal.getsignal(default) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ("os.kill(os.getpid(), 15)", ""),
+        ("os.kill(os.getpid(), 15); time.sleep(30)", ""),
+        ("os.fork() or [os.kill(os.getpid(), 15), time.sleep(30)]; print(os.wait()[1])", "15\n"),
+    ],
+    ids=["it-ends", "it-goes-on", "a-child"],
+)
+def test_who_never_answers_ends_by_the_signal(block, told):
+    program = "import os, time; from hpc_train.job import preemption as p; p.KEPT_SECONDS = 0.1\n"
+    program += f"with p.signals_kept(): {block}"
+    how = {"timeout": 20, "stdout": subprocess.PIPE, "text": True}
+    ended = subprocess.run([sys.executable, "-c", program], check=False, **how)
+    assert ended.stdout == told
+    assert ended.returncode == (0 if told else -signal.SIGTERM)
 
 
 def test_what_a_rank_asks_for_is_heard_unless_there_is_more_to_say(requests):

@@ -12,11 +12,12 @@ from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.cli.checkpoint import show_list
 from hpc_train.config import RunConfig
 from hpc_train.config.file import load
-from hpc_train.errors import ConfigError, NotFiniteError, Stopped
+from hpc_train.errors import ConfigError, NotFiniteError, Stopped, UserError
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training import averaging
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
@@ -88,6 +89,11 @@ def test_engine_horovod_too(job, together, reference):
         check_equal(together / "run", reference)
 
 
+def test_engine_horovod_needs_no_horovod_and_no_mpi_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(averaging, "start_horovod", lambda *_, **__: pytest.fail("was started"))
+    make(config(tmp_path, "--gradients.engine", "horovod"), alone()).train()
+
+
 PIPELINE = ["--parallel.pp", "2", "--parallel.schedule", "zero_bubble", "--data.micro_batch", "3"]
 
 
@@ -125,6 +131,51 @@ def test_a_stopped_run_goes_on_bit_for_bit(job, together, options):
             assert [r.get(key) for r in whole] == [r.get(key) for r in cut]
         last = f"checkpoints/step-{STEPS:09d}.safetensors"
         assert (together / "whole" / last).read_bytes() == (together / "cut" / last).read_bytes()
+
+
+class Counting(torch.nn.Linear):
+    """Counts its forward passes beside its tensors."""
+
+    count = 0
+
+    def forward(self, inputs):
+        self.count += self.training
+        return super().forward(inputs)
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_modules_keep_beside_tensors_goes_on(group, together, zero):
+    for steps in (3, STEPS):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), Counting(3, 1))
+        data = TensorDataset(torch.randn(48, 3, dtype=torch.float64))
+        loss = lambda m, batch: m(batch[0]).square().mean()  # noqa: E731
+        task = TrainingTask(model, data, loss)
+        options = ["--run.steps", str(steps), "--data.validation_every", "0"]
+        settings = config(together, *options, "--memory.zero", str(zero))
+        with Trainer(settings, task, Runtime(group, group)) as trainer:
+            trainer.train()
+        assert model[1].count == steps
+
+
+@pytest.mark.ranks(2)
+def test_what_modules_keep_beside_tensors_is_refused_if_the_model_is_cut(group, together):
+    class Keeping(GPT):
+        get_extra_state, set_extra_state = Counting.get_extra_state, Counting.set_extra_state
+        count = 0
+
+    model = Keeping(vocab=13, sequence=8, layers=2, hidden=8, heads=2)
+    task = TrainingTask(model, text(60, 1), lambda gpt, batch: gpt(*batch))
+    settings = config(together, *PIPELINE, "--data.validation_every", "0")
+    with pytest.raises(UserError, match="get_extra_state.* of a model that is cut over ranks"):
+        Trainer(settings, task, Runtime(group, group))
 
 
 @pytest.mark.mpi

@@ -1,0 +1,23 @@
+"""The files of a job's log."""
+
+from __future__ import annotations
+
+import logging
+
+from hpc_train import log
+
+
+def test_a_log_that_cannot_be_written_is_one_warning(tmp_path, capsys):
+    (tmp_path / "rank-000.log").symlink_to("/dev/full")
+    handlers = [log.to_console(0), log.to_file(tmp_path, 0, 1)]
+    try:
+        for number in range(3):
+            logging.getLogger(f"{log.ROOT}.part").info("line %d", number)
+    finally:
+        log.stop(*reversed(handlers))  # and an error in closing would hide that of the run
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert [line for line in lines if line.startswith("line")] == ["line 0", "line 1", "line 2"]
+    (warning,) = (line for line in lines if not line.startswith("line"))
+    assert "rank-000.log cannot be written (No space left on device)" in warning
+    assert not shown.err

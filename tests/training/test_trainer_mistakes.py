@@ -1,0 +1,79 @@
+"""What a user can give a Trainer by mistake is told in a line, on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from hpc_train.errors import CheckpointMismatch, UserError
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.task import TrainingTask
+from hpc_train.training.trainer import Trainer
+from tests.training.test_trainer import alone, config
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(3)
+
+
+def data(samples=48):
+    return TensorDataset(torch.ones(samples, 3, dtype=torch.float64))
+
+
+def mean(model, batch):
+    return model(batch[0]).mean()
+
+
+def make(directory, started, dataset=None, loss=mean, **given) -> Trainer:
+    task = TrainingTask(torch.nn.Linear(3, 1), dataset or data(), loss, **given)
+    settings = config(directory, "--data.validation_every", "0", "--run.steps", "2")
+    return Trainer(settings, task, started)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda loss: (loss, 1), "a value of type tuple"),
+        (lambda loss: loss.item(), "a value of type float"),
+        (lambda loss: None, "a value of type NoneType"),
+        (lambda loss: loss.expand(3), r"a tensor of shape \[3\]"),
+        (lambda loss: loss.detach(), "depends on no parameter"),
+    ],
+    ids=["tuple", "float", "none", "vector", "detached"],
+)
+def test_a_loss_that_is_not_one_number_with_gradients(group, together, change, what):
+    trainer = make(together, Runtime(group, group), loss=lambda *given: change(mean(*given)))
+    with pytest.raises(UserError, match=f"loss has returned .*{what}"):
+        trainer.train()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("given", [{"dataset": Stream()}, {"validation": Stream()}], ids=str)
+def test_samples_without_numbers(group, together, given):
+    with pytest.raises(UserError, match="is of type Stream, which has no samples by number"):
+        make(together, Runtime(group, group), **given)
+
+
+def test_no_held_out_samples(tmp_path):
+    with pytest.raises(UserError, match="`validation` of TrainingTask has no samples"):
+        make(tmp_path, alone(), validation=data(0))
+    with pytest.raises(UserError, match="there are no held-out samples"):
+        make(tmp_path, alone()).validate()
+    with pytest.raises(UserError, match="there are no held-out samples"):
+        make(tmp_path, alone(), validation=data()).scores_of(data(0))
+
+
+@pytest.mark.parametrize("name", ["identity", "about"])
+def test_values_that_a_checkpoint_cannot_hold(tmp_path, name):
+    with pytest.raises(UserError, match=f"{name}.* cannot be saved .*Tensor is not JSON"):
+        make(tmp_path, alone(), **{name: {"x": torch.ones(2)}})
+
+
+def test_a_tuple_in_the_identity_can_be_resumed(tmp_path):
+    for _ in range(2):
+        make(tmp_path, alone(), identity={"x": (1, 2)}).train()
+    with pytest.raises(CheckpointMismatch, match=r"made with x \[1, 2\], this run has \[1, 3\]"):
+        make(tmp_path, alone(), identity={"x": (1, 3)}).train()
