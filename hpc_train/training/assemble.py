@@ -54,7 +54,7 @@ from hpc_train.training.optimizers import build_optimizer, set_precision
 from hpc_train.training.patience import Patience
 from hpc_train.training.saving import check_best, policy_of
 from hpc_train.training.substituted import SubstitutedSamples
-from hpc_train.training.task import TrainingTask
+from hpc_train.training.task import TrainingTask, check_loss
 
 logger = logging.getLogger(__name__)
 
@@ -257,6 +257,7 @@ def _built(config: RunConfig, task: TrainingTask, group: Group) -> nn.Module:
                     "builds it, and each rank fills its own part only",
                     size(nbytes),
                 )
+        check_loss(task.loss, model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError(
                 "no parameter of the model requires a gradient, so there is nothing to train",

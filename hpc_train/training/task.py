@@ -77,6 +77,21 @@ class TrainingTask:
     finish: Callable[[Any], None] | None = None
 
 
+def check_loss(loss: Loss | None, model: nn.Module) -> None:
+    """Check that a loss has no parameters that nobody would train.
+
+    Raises:
+        UserError: it has some.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    own = loss.parameters() if isinstance(loss, nn.Module) else ()
+    if any(parameter.requires_grad and id(parameter) not in known for parameter in own):
+        raise UserError(
+            "the task's loss has parameters that the model lacks, so no optimizer would train them",
+            "make the loss a part of the model",
+        )
+
+
 def checked_loss(loss: Any) -> Tensor:
     """What a task's loss returned, as a scalar of float32 or wider.
 

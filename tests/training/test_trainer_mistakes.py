@@ -77,3 +77,16 @@ def test_a_tuple_in_the_identity_can_be_resumed(tmp_path):
         make(tmp_path, alone(), identity={"x": (1, 2)}).train()
     with pytest.raises(CheckpointMismatch, match=r"made with x \[1, 2\], this run has \[1, 3\]"):
         make(tmp_path, alone(), identity={"x": (1, 3)}).train()
+
+
+def test_a_loss_whose_own_parameters_nobody_would_train_is_refused(tmp_path):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, model, batch):
+            return self.scale * mean(model, batch)
+
+    with pytest.raises(UserError, match="loss has parameters that the model lacks"):
+        make(tmp_path, alone(), loss=Scaled())
