@@ -127,8 +127,12 @@ def check_target(target: Path) -> None:
     """Make sure that a data folder is still to be made.
 
     Raises:
-        DataError: there is something at its place.
+        DataError: there is something at its place, also a link: a new folder cannot replace it.
     """
+    if target.is_symlink():
+        raise DataError(
+            f"{target} is a link", f"give {os.path.realpath(target)}, to which it leads"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError(f"{target} exists already", "give another --out, or delete it first")
 
