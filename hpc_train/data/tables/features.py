@@ -78,7 +78,8 @@ class NumericFeature:
         """The feature's scaled values, float64 (N,), with NaN where one is missing."""
         raw = columns[self.column]
         taken = raw if self.part is None else date_part(raw, self.part)
-        scaled: npt.NDArray[np.float64] = (taken - self.center) / self.scale
+        with np.errstate(over="ignore"):
+            scaled: npt.NDArray[np.float64] = (taken - self.center) / self.scale
         scaled[~np.isfinite(scaled)] = np.nan
         return scaled
 
