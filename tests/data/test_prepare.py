@@ -149,6 +149,7 @@ def test_a_tokenizer_of_the_library(texts, tmp_path):
         ({"paths": ["/no/such/folder"]}, "/no/such/folder does not exist"),
         ({"validation": 1.0}, "--validation is 1.0"),
         ({"shard_mb": 0}, "--shard_mb is 0"),
+        ({"shard_mb": 1e308}, "--shard_mb is 1e+308: give a size above 0, and at most 1e+09"),
         ({"tokenizer": "/no/tokenizer.json"}, "tokenizer /no/tokenizer.json"),
     ],
 )
