@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from contextlib import suppress
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import h5py
@@ -17,6 +19,9 @@ from hpc_train.data.manifest import Shard, StoredShard
 from hpc_train.errors import DataError
 
 ALIGNMENT = 4096
+UNBUFFERED = "unbuffered"
+"""A driver that writes data at once, so that the call itself tells of a full disk."""
+h5py.register_driver(UNBUFFERED, lambda access: access.set_sieve_buf_size(0))
 
 
 def write_shard(
@@ -84,7 +89,8 @@ def write_datasets(
     hashes = np.concatenate([block_hashes(_bytes_of(column)) for column in columns.values()])
     digest = hash_of_table(hashes)
     every = {**columns, "hashes": hashes}
-    with h5py.File(path, "x", alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
+    how = {"driver": UNBUFFERED, "alignment_threshold": 1, "alignment_interval": ALIGNMENT}
+    with _storage_errors(), h5py.File(path, "x", **how) as file:
         file.attrs.update(about or {})
         # All descriptions come first, and all data behind them: `check_shard` looks for the
         # descriptions at the beginning of the file.
@@ -103,6 +109,18 @@ def write_datasets(
     if source:
         offsets[main] = source[1]
     return offsets, digest
+
+
+@contextmanager
+def _storage_errors() -> Iterator[None]:
+    """Turn what h5py raises if the disk fails, a RuntimeError when it closes, into an OSError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        code = re.search(r"errno = (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
 
 def check_written(path: Path, shard: StoredShard, dtype: str) -> None:

@@ -26,6 +26,7 @@ from hpc_train.tabular.held_out import choose_held_out
 from hpc_train.tabular.session import checking, fitting_runtime, heed_errors
 from hpc_train.tabular.settings import FitSettings
 
+MOST_WEIGHT = 1e100  # whose product with others, and sums, are finite
 PARAMETERS = tuple(FitSettings.__dataclass_fields__)
 
 
@@ -212,6 +213,8 @@ def _weights(sample_weight: Any, y: np.ndarray) -> np.ndarray:
     weights: np.ndarray = _check_sample_weight(
         sample_weight, y, dtype=np.float64, ensure_non_negative=True, copy=True
     )
+    if weights.max() > MOST_WEIGHT:
+        raise ValueError(f"sample_weight has the value {weights.max():g}: divide all weights")
     if not weights.any():
         raise ValueError("all values of sample_weight are 0: give some rows a weight")
     return weights

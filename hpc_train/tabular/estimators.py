@@ -12,8 +12,8 @@ from sklearn.utils import assert_all_finite, check_array, column_or_1d, compute_
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 
 from hpc_train.data.tables.features import TargetValues
-from hpc_train.tabular.base import TableEstimator
-from hpc_train.tabular.columns import check_even, stands_for_none
+from hpc_train.tabular.base import MOST_WEIGHT, TableEstimator
+from hpc_train.tabular.columns import check_even, is_frame, stands_for_none
 from hpc_train.tabular.fitting import TableRows
 from hpc_train.tabular.settings import TableModel
 
@@ -161,8 +161,10 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         factors: np.ndarray = compute_class_weight(
             self.class_weight, classes=self.classes_, y=self.classes_[y]
         )
-        if not (factors >= 0).all():
-            raise ValueError(f"class_weight is {self.class_weight!r}: give numbers from 0")
+        if not ((factors >= 0) & (factors <= MOST_WEIGHT)).all():
+            raise ValueError(
+                f"class_weight is {self.class_weight!r}: give numbers from 0 to {MOST_WEIGHT:g}"
+            )
         return factors
 
     def _target_values(self, rows: TableRows) -> TargetValues:
@@ -299,6 +301,8 @@ def _of_target(y: Any) -> np.ndarray:
     check_even(y, "y")
     if str(getattr(y, "dtype", "")) == "boolean" and not y.isna().any():
         y = y.astype(bool)  # scikit-learn would make numbers of pandas' truth values
+    if is_frame(y):
+        y = _of_labels(y)
     values: np.ndarray = check_array(
         y, ensure_2d=False, dtype=None, ensure_all_finite=False, input_name="y"
     )
@@ -308,3 +312,9 @@ def _of_target(y: Any) -> np.ndarray:
     if values.dtype != object:
         assert_all_finite(values, input_name="y")
     return values
+
+
+def _of_labels(y: Any) -> Any:
+    """A DataFrame as an array, if it has labels: scikit-learn makes objects of pandas' numbers."""
+    labels = y.shape[1] > 1 and all(one.kind in "biu" for one in y.dtypes)
+    return y.to_numpy(np.int64) if labels and not y.isna().any(axis=None) else y

@@ -11,7 +11,7 @@ from torch import nn
 from hpc_train.data.tables.features import RawColumns, TableFeatures
 from hpc_train.models.shape import Shape
 from hpc_train.training.device import choose_device
-from hpc_train.training.table_losses import TableLoss
+from hpc_train.training.table_losses import TableLoss, rows_not_finite, warn_of_not_finite
 
 ROWS_PREDICTED_AT_ONCE = 8192
 
@@ -39,7 +39,8 @@ class FittedTable:
     def predictions(self, columns: RawColumns) -> np.ndarray:
         """The predictions of some rows, on this rank alone; see `TableLoss.predictions`.
 
-        They are computed in float64, so those of a row hardly depend on the rows beside it.
+        They are computed in float64, so those of a row hardly depend on the rows beside it. The log
+        says of how many rows they are not finite.
 
         Args:
             columns: the columns that the features are made of, N rows.
@@ -58,6 +59,7 @@ class FittedTable:
                 codes = torch.from_numpy(categorical[rows].astype(np.int64)).to(device)
                 found.append(self.loss.predictions(module(numbers, codes)).cpu().numpy())
         predicted: np.ndarray = np.concatenate(found)
+        warn_of_not_finite(rows_not_finite(predicted))
         return predicted
 
     def _built(self) -> nn.Module:

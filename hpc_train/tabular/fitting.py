@@ -136,6 +136,8 @@ def fit_table(
             "dtype": config.precision.parameters,
             "quantiles": config.model.quantiles,
             "features": features.to_tree(),
+            "steps": config.run.steps,
+            "lr": config.optimizer.lr,
         },
         private_parameters=True,
         shape=shape,
@@ -278,6 +280,8 @@ def _choices(identity: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str,
         "precision.dtype": about.get("dtype"),
         THE_TABLE: identity.get(THE_TABLE),
         "batch": identity.get("data.batch"),
+        "steps": about.get("steps"),
+        "lr": about.get("lr"),
     }
 
 

@@ -16,10 +16,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import get_num_threads, set_num_threads
 
 from hpc_train.data.generators import of_gpu, of_process
@@ -129,7 +130,7 @@ def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
     """The runtime for a fit. Collective.
 
     The random generators of the process, and the number of torch's threads, are afterwards as they
-    were before.
+    were before. Gradients are on, and autocast is off.
 
     Args:
         given: the user's own; None: that of this process, which is started if it is not there.
@@ -144,12 +145,14 @@ def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
     before, threads = [(one, one.get()) for one in [*of_process(), *of_gpu()]], get_num_threads()
     try:
         if given is not None:
-            yield given
+            with _own_gradients():
+                yield given
             return
         session = _started(files=files)
         session.begin()
         try:
-            yield session.runtime
+            with _own_gradients():
+                yield session.runtime
         except Stopped as stopped:
             session.runtime.print(f"{stopped}; {stopped.remedy('the same program')}")
             raise SystemExit(stopped.exit_code) from None
@@ -157,6 +160,17 @@ def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
         for one, state in before:
             one.put(state)
         set_num_threads(threads)
+
+
+@contextmanager
+def _own_gradients() -> Iterator[None]:
+    """Train as if the program had switched nothing about gradients or number formats."""
+    with ExitStack() as held:
+        held.enter_context(torch.inference_mode(False))
+        held.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            held.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 @contextmanager

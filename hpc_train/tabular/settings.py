@@ -141,7 +141,7 @@ class FitSettings:
             wanted = min(max(share, LEAST_BATCH), MOST_BATCH)
         if rows >= wanted:
             return wanted
-        unit = 1 << max(0, rows.bit_length() - 2)
+        unit = 1 << max(rows > 1, rows.bit_length() - 2)
         return rows // unit * unit
 
     def _check(self, given: Mapping[str, Any]) -> None:

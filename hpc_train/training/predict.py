@@ -33,7 +33,7 @@ from hpc_train.data.tables.table_files import RawRows, TablePortion, WrongPolicy
 from hpc_train.data.tables.table_request import TableOptions, TableRequest, table_request
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.training.predicted_rows import PREDICTION_SUFFIXES, PredictionColumns
-from hpc_train.training.table_losses import TableLoss
+from hpc_train.training.table_losses import TableLoss, rows_not_finite
 from hpc_train.training.trained import TrainedModel
 
 
@@ -203,7 +203,7 @@ class TablePredictor:
         source = portion_of_row(preparation.content(portion))
         name = f"{portion.name}.arrow"
         path = dealing.scratch / name
-        rows = wrong = unknown = 0
+        rows = wrong = unknown = not_finite = 0
         schema = self.columns.schema(part=True)
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as part:
             for batch in _read(source, request):
@@ -214,11 +214,13 @@ class TablePredictor:
                     numeric, categorical = self.features.encode(columns)
                     unknown += int((categorical == UNKNOWN).sum())
                     predictions = self.predict(numeric, categorical)
+                    not_finite += rows_not_finite(predictions)
                     part.write_batch(self.columns.batch(numbers, columns, predictions))
                 dealing.tell(0)
         files.sync(path)
         tree = {"file": name, "nbytes": path.stat().st_size}
         tree |= {"rows": rows, "wrong": wrong, "unknown": unknown}
+        tree |= {"not_finite": not_finite}
         finish_portion(preparation, dealing, portion, name, tree)
 
     def predict(self, numeric: np.ndarray, categorical: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ from hpc_train.data.tables.table_request import TableRequest
 from hpc_train.data.tables.targets import encode_target
 from hpc_train.errors import ConfigError
 from hpc_train.mpi.group import Group
-from hpc_train.training.table_losses import TableLoss
+from hpc_train.training.table_losses import TableLoss, warn_of_not_finite
 
 GROUP_ROWS = 1 << 16  # the least rows of a row group, but the last one
 ROW = "row"
@@ -215,6 +215,7 @@ def put_together(
         files.rename(result, target)
         root = target.with_name(f".{target.name}.partial")
         shutil.rmtree(root, ignore_errors=True)
+    warn_of_not_finite(sum(one["not_finite"] for one in entries))
     return made
 
 

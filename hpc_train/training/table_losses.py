@@ -7,17 +7,21 @@ of the members' predictions. So that mean has the loss of held-out samples.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_train.data.tables.features import TargetValues
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, plural
 from hpc_train.mpi.group import Group
 from hpc_train.training.table_scores import TableScores
+
+logger = logging.getLogger(__name__)
 
 ClassWeights = Literal["none", "balanced"]
 
@@ -158,6 +162,20 @@ class TableLoss:
     def collector(self, group: Group) -> TableScores:
         """What collects these rows of all ranks, and makes scores of them. Collective."""
         return TableScores(self.target, self.quantiles, group)
+
+
+def warn_of_not_finite(rows: int) -> None:
+    """Log how many rows have predictions that are not finite, if there are any."""
+    if rows:
+        logger.warning(
+            "the predictions of %s are not finite: the model got too large values",
+            plural(rows, "row"),
+        )
+
+
+def rows_not_finite(predictions: np.ndarray) -> int:
+    """The number of rows with a prediction that is not finite, of N rows: (N,) or (N, values)."""
+    return int((~np.isfinite(predictions)).reshape(len(predictions), -1).any(1).sum())
 
 
 def check_has_classes(target: TargetValues, key: str) -> None:

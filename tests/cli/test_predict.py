@@ -333,6 +333,21 @@ def test_the_run_directory_of_an_estimator_is_a_run(tmp_path):
     np.testing.assert_allclose(found, made.predict_quantiles(known), rtol=1e-4)
 
 
+def test_predictions_that_are_not_finite_are_told(tmp_path, caplog):
+    random = np.random.default_rng(0)
+    table = pd.DataFrame({"a": random.normal(size=60), "b": random.normal(size=60)})
+    how = {"steps": 2, "config": {"model.hidden": 8, "model.numeric": "linear"}}
+    made = Regressor("resnet", **how, run_dir=tmp_path / "run").fit(table, table["a"])
+    table.loc[[3, 7], "a"] = 1e300, -1e308
+    write_csv(tmp_path / "new.csv", table.to_dict("list"))
+    with caplog.at_level("WARNING", "hpc_train"):
+        made.predict(table[:3])
+        assert "not finite" not in caplog.text
+        made.predict(table)
+        predicted(tmp_path / "run", [tmp_path / "new.csv"], tmp_path / "p.csv")
+    assert caplog.text.count("the predictions of 2 rows are not finite") == 2
+
+
 @pytest.mark.parametrize("name", ["alone.safetensors", "alone.pt"])
 def test_exported_weights_are_told_from_a_checkpoint(trained, tmp_path, name):
     export_model(newest(trained), tmp_path / name)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 from pathlib import Path
 
 import h5py
@@ -148,6 +149,7 @@ def test_a_tokenizer_of_the_library(texts, tmp_path):
         ({"paths": ["/no/such/folder"]}, "/no/such/folder does not exist"),
         ({"validation": 1.0}, "--validation is 1.0"),
         ({"shard_mb": 0}, "--shard_mb is 0"),
+        ({"shard_mb": 1e308}, "--shard_mb is 1e+308: give a size above 0, and at most 1e+09"),
         ({"tokenizer": "/no/tokenizer.json"}, "tokenizer /no/tokenizer.json"),
     ],
 )
@@ -181,6 +183,19 @@ def test_a_text_of_which_nothing_is_held_out_says_why(tmp_path, caplog, name, wh
     assert f"nothing is held out for validation: {why}" in caplog.text.replace("compressed ", "")
 
 
+def test_nothing_to_train_on_is_refused(tmp_path):
+    # The end of the file is no text, and its begin is held out.
+    (tmp_path / "a.txt").write_bytes(b"text\n" * 20000 + b"\xff\n" * 10)
+    with pytest.raises(DataError, match="leave no tokens to train on"):
+        prepare_text([tmp_path / "a.txt"], tmp_path / "out", validation=0.9)
+
+
+def test_a_shard_may_be_larger_than_memory(texts, tmp_path):
+    assert prepare_text([texts], tmp_path / "a", shard_mb=1e9, validation=0.1) == prepare_text(
+        [texts], tmp_path / "b", validation=0.1
+    )
+
+
 def test_a_target_inside_of_the_input_is_refused(texts):
     with pytest.raises(DataError, match="is in the folder"):
         prepare_text([texts], texts / "deep" / "out")
@@ -195,6 +210,28 @@ def test_an_existing_folder_is_not_touched(texts, tmp_path):
     with pytest.raises(DataError, match="exists already"):
         prepare_text([texts], out)
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+
+
+def test_a_link_as_target_is_refused_at_the_start(texts, tmp_path):
+    out = tmp_path / "out"
+    for leads_to in ("nothing", "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        out.symlink_to(leads_to)
+        with pytest.raises(DataError, match=f"out is a link: give {tmp_path / leads_to}, to which"):
+            prepare_text([texts], out)
+        out.unlink()
+
+
+@pytest.mark.parametrize("nbytes", [3000, 7000, 40000])
+def test_a_full_disk_is_told(tmp_path, nbytes):
+    (tmp_path / "a.txt").write_text("text\n" * 12000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        with pytest.raises(DataError, match="cannot write .*: File too large: free some space"):
+            prepare_text([tmp_path / "a.txt"], tmp_path / "out", validation=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_that_loses_data_is_noticed_before_anything_is_published(

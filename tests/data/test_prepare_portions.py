@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.data.prepare import texts as text_files
-from hpc_train.data.prepare.inputs import TokenRecipe
+from hpc_train.data.prepare.inputs import TokenRecipe, files_at
 from hpc_train.data.prepare.portions import cut_portions, read_part, split_inputs
 from hpc_train.data.tokenizer import ByteTokenizer
+from hpc_train.errors import DataError
 
 TEXTS = st.lists(
     st.lists(st.text("aé€𝄞 \n", max_size=30), max_size=8).map("".join), min_size=1, max_size=6
@@ -87,3 +91,33 @@ def test_files_with_hidden_names_in_folders_are_no_texts(tmp_path):
     assert found == {"a.txt", "notes/c.txt"}
     [given] = text_files.list_texts([folder / ".a.txt.swp"])
     assert Path(given.path).name == ".a.txt.swp"
+
+
+def test_linked_folders_are_read_once_and_folders_that_cannot_be_read_are_told(
+    tmp_path, monkeypatch
+):
+    for name in ("in/a.txt", "in/deep/b.txt", "other/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    (tmp_path / "in" / "again").symlink_to("deep")
+    (tmp_path / "in" / "deep" / "loop").symlink_to("..")
+    (tmp_path / "in" / "linked").symlink_to("../other")
+    (tmp_path / "in" / "lost").symlink_to("nothing")
+    found = [str(path.relative_to(tmp_path / "in")) for path in files_at(tmp_path / "in", "text")]
+    assert sorted(found) == ["a.txt", "deep/b.txt", "linked/c.txt"]
+    listed = os.scandir
+
+    def refused(path):
+        if str(path).endswith("deep"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(DataError, match=r"in/deep cannot be read \(Permission denied\)"):
+        text_files.list_texts([tmp_path / "in"])
+
+
+def test_what_is_neither_file_nor_folder_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(DataError, match="fifo is neither a file nor a folder"):
+        text_files.list_texts([tmp_path / "fifo"])

@@ -28,6 +28,17 @@ def test_numbers_are_scaled_and_edges_rise(values):
         np.testing.assert_allclose(made.edges[:: len(made.edges) - 1], [known.min(), known.max()])
 
 
+@pytest.mark.parametrize(
+    "values",
+    [[-1.7e308, 1.7e308], [0.0, 5e-324], [0.0] * 99 + [1e-323], [-1.7e308] * 9 + [1.7e308]],
+)
+def test_numbers_at_the_ends_of_float64_make_features(values):
+    made = fit_numeric("x", "x", None, np.array(values))
+    assert 0 < made.scale < np.inf
+    assert np.isfinite([made.center, *made.edges]).all()
+    assert (np.diff(made.edges) > 0).all()
+
+
 def test_edges_are_exact_quantiles():
     made = fit_numeric("x", "x", None, np.arange(101.0), bins=4)
     np.testing.assert_allclose(

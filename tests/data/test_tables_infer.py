@@ -143,3 +143,9 @@ def test_the_middle_of_large_files_is_sampled_also_inside_quotes(tmp_path):
             writer.writerow([n, "x" if n > 2000 else "", text if n % 2 else '"' + text])
     schema = infer_schema(list_tables([path]))
     assert kinds(schema) == {"n": "numeric", "late": "categorical", "text": "categorical"}
+
+
+def test_rows_of_another_number_of_fields_than_the_header_are_told(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,0,\n\n2,1,\n")
+    with pytest.raises(DataError, match="a.csv: its rows have 3 fields, but its .* 2 columns"):
+        infer_schema(list_tables([tmp_path / "a.csv"]), targets=["y"])

@@ -197,6 +197,12 @@ def test_targets_that_cannot_be_learned_are_named():
         Classifier(class_weight={"a": -1}).fit(X, ["a", "b"] * 15)
     with pytest.raises(ValueError, match="sample_weight has a value that is no number"):
         Regressor().fit(X, y, sample_weight=["a"] * 30)
+    with pytest.raises(
+        ValueError, match=r"sample_weight has the value 1e\+308: divide all weights"
+    ):
+        Regressor().fit(X, y, sample_weight=[1e308] * 30)
+    with pytest.raises(ValueError, match=r"class_weight is .*: give numbers from 0 to 1e\+100"):
+        Classifier(class_weight={"a": 1e308}).fit(X, ["a", "b"] * 15)
     with pytest.raises(ValueError, match="two columns of X have the name 'a'"):
         Regressor().fit(pd.DataFrame(X, columns=[*"abca"]), y)
     with pytest.raises(ValueError, match="if its columns are labels, give them the values 0 and 1"):
@@ -221,6 +227,17 @@ def test_truth_values_of_pandas_are_classes():
     assert model.predict(X).dtype == bool
     with pytest.raises(ValueError, match="Input y contains NaN or None: leave rows"):
         Classifier().fit(X, pd.Series([True, None] * 20, dtype="boolean"))
+
+
+@pytest.mark.parametrize("dtype", ["Int64", "boolean"])
+def test_numbers_of_pandas_are_labels(dtype):
+    X, y = curve(40)
+    labels = pd.DataFrame({"high": y > np.median(y), "left": X[:, 0] < 0})
+    made = Classifier(steps=2).fit(X, labels.astype(dtype))
+    expected = Classifier(steps=2).fit(X, labels.to_numpy(np.int64))
+    np.testing.assert_array_equal(made.predict(X), expected.predict(X))
+    with pytest.raises(ValueError, match="Input y contains NaN or None: leave rows"):
+        Classifier().fit(X, labels.astype(dtype).mask(labels))
 
 
 def test_wrong_rows_to_evaluate_with_are_named():

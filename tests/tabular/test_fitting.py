@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from sklearn import metrics
 
 from hpc_train.errors import CheckpointMismatch, ConfigError, UserError
@@ -22,6 +23,10 @@ LAYOUTS = {
     "tp": {"parallel.tp": 2},
     "pp": {"parallel.pp": 2, "data.micro_batch": 4},
 }
+
+
+def bfloat16():
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 def runtime(group) -> Runtime:
@@ -177,13 +182,32 @@ def test_another_fit_in_the_same_run_directory_is_refused(tmp_path):
         ({"quantiles": (0.5,)}, r"quantiles \[\], this one has \[0.5\]: set quantiles back"),
         ({"config": SMALL | {"model.hidden": 8}}, "model.hidden 16, this one has 8"),
         ({"config": EXACT}, "precision.dtype float32, this one has float64"),
+        ({"steps": 21}, "steps 20, this one has 21"),
+        ({"lr": 0.1}, "lr 0.002, this one has 0.1: set lr back"),
     ):
         with pytest.raises(CheckpointMismatch, match=f"run_dir .* has a fit with {told}"):
             Regressor(**how | changes).fit(X, y)
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="which has the history of the fit, cannot be read"):
         Regressor(**how).fit(X, y)
-    Regressor(**how | {"steps": 21, "lr": 0.1, "config": SMALL | {"model.dropout": 0.5}}).fit(X, y)
+
+
+@pytest.mark.parametrize("switched", [torch.no_grad, torch.inference_mode, bfloat16])
+def test_what_a_program_has_switched_changes_no_fit(switched):
+    how = {"steps": 3, "batch": 16, "config": SMALL}
+    X, y = curve()
+    expected = Regressor(**how).fit(X, y).predict(X)
+    with switched():
+        before = torch.is_grad_enabled()
+        np.testing.assert_array_equal(Regressor(**how).fit(X, y).predict(X), expected)
+        assert torch.is_grad_enabled() == before
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [3, 5])
+def test_two_ranks_share_the_batch_of_a_small_table(group, rows):
+    X, y = curve(rows)
+    Regressor(steps=1, config=SMALL).fit(X, y, runtime=runtime(group))
 
 
 def test_a_fit_leaves_the_random_generators_as_they_were():

@@ -220,6 +220,48 @@ class _Zstandard(io.RawIOBase):
         return count
 
 
-def is_hidden(path: Path) -> bool:
-    """Whether a path, seen from a folder that was given, has a name with a dot at its beginning."""
-    return any(part.startswith(".") for part in path.parts)
+def files_at(given: Path, wanted: str) -> Iterator[Path]:
+    """A file itself, or all files in a folder and its subfolders, links to others included.
+
+    In folders, what has a name with a dot at its beginning is left out. A folder is read once,
+    however many links lead to it, and if possible by its own path.
+
+    Args:
+        given: the path of a file or of a folder.
+        wanted: what files are wanted of, for a message.
+
+    Raises:
+        DataError: there is neither a file nor a folder.
+        StorageError: a folder cannot be read.
+    """
+    if given.is_file():
+        yield given
+    elif given.is_dir():
+        yield from _files_in(given)
+    else:
+        cause = "is neither a file nor a folder" if given.exists() else "does not exist"
+        raise DataError(f"{given} {cause}", f"give files or folders of {wanted}")
+
+
+def _files_in(given: Path) -> Iterator[Path]:
+    seen: set[str] = set()
+    tops = [given]
+    for top in tops:  # it grows by links to folders
+        for place, folders, names in os.walk(top, onerror=_refuse):
+            real = os.path.realpath(place)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            if real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            tops += [path for name in folders if (path := Path(place, name)).is_symlink()]
+            for path in (Path(place, name) for name in names if not name.startswith(".")):
+                with reading_from(str(path)):
+                    regular = path.is_file()
+                if regular:
+                    yield path
+
+
+def _refuse(error: OSError) -> None:
+    with reading_from(str(error.filename)):
+        raise error

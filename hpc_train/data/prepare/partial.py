@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 LOCK, PLAN, PORTIONS, FAILED = "lock", "plan.json", "portions.jsonl", "failed"
 R = TypeVar("R")
+MOST_SHARD_MB = 1e9  # so that the number of bytes is an integer
 TELL_SECONDS = 5.0  # seconds between two lines of progress
 
 
@@ -127,10 +128,26 @@ def check_target(target: Path) -> None:
     """Make sure that a data folder is still to be made.
 
     Raises:
-        DataError: there is something at its place.
+        DataError: there is something at its place, also a link: a new folder cannot replace it.
     """
+    if target.is_symlink():
+        raise DataError(
+            f"{target} is a link", f"give {os.path.realpath(target)}, to which it leads"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError(f"{target} exists already", "give another --out, or delete it first")
+
+
+def check_shard_mb(shard_mb: float) -> None:
+    """Check the size of a shard.
+
+    Raises:
+        DataError: it is not allowed.
+    """
+    if not 0 < shard_mb <= MOST_SHARD_MB:
+        raise DataError(
+            f"--shard_mb is {shard_mb}", f"give a size above 0, and at most {MOST_SHARD_MB:g}"
+        )
 
 
 @contextmanager

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_train.data.prepare.foreign import USUAL_LAYOUT, TokenLayout, list_token_files, one_type
 from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
-from hpc_train.data.prepare.partial import check_target
+from hpc_train.data.prepare.partial import check_shard_mb, check_target
 from hpc_train.data.prepare.portions import split_inputs, whole_parts
 from hpc_train.data.prepare.texts import TEXT_PIECE_BYTES, list_texts, only_texts
 from hpc_train.data.tokenizer import BYTES, describe_tokenizer, loads
@@ -96,7 +95,7 @@ def text_request(
             )
     if not 0 <= validation < 1:
         raise DataError(f"--validation is {validation}", "give a share of at least 0 and below 1")
-    _check_size(shard_mb)
+    check_shard_mb(shard_mb)
     description = describe_tokenizer(tokenizer)
     recipe = TokenRecipe(description, loads(description).vocab, text_key)
     listed = list_texts(paths)
@@ -141,7 +140,7 @@ def tokens_request(
     """
     target = Path(out)
     check_target(target)
-    _check_size(shard_mb)
+    check_shard_mb(shard_mb)
     description = describe_tokenizer(tokenizer) if tokenizer else ""
     size = max(vocab, loads(description).vocab if description else 0)
     if not 0 < size <= 1 << 32:
@@ -168,8 +167,3 @@ def tokens_request(
         given,
         lambda: {split: whole_parts(some) for split, some in splits.items()},
     )
-
-
-def _check_size(shard_mb: float) -> None:
-    if not 0 < shard_mb < math.inf:
-        raise DataError(f"--shard_mb is {shard_mb}", "give a size above 0")

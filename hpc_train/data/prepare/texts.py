@@ -26,7 +26,7 @@ from hpc_train.data.prepare.inputs import (
     Tell,
     TokenRecipe,
     decompressed,
-    is_hidden,
+    files_at,
     opened_input,
     opened_text,
     reading_from,
@@ -48,15 +48,11 @@ def list_texts(paths: Sequence[str | Path]) -> list[InputFile]:
     In folders, what has a name with a dot at its beginning is left out.
 
     Raises:
-        DataError: a path does not exist.
+        DataError: a path does not exist, or a folder cannot be read.
     """
     found: dict[Path, str] = {}
     for given in map(Path, paths):
-        if not given.exists():
-            raise DataError(f"{given} does not exist", "give files or folders of text")
-        inside = [given] if given.is_file() else given.rglob("*")
-        names = ((path, path.relative_to(given)) for path in inside if path.is_file())
-        found.update((path, str(name)) for path, name in names if not is_hidden(name))
+        found.update((path, str(path.relative_to(given))) for path in files_at(given, "text"))
     order = sorted(
         found, key=lambda path: (xxhash.xxh3_64_intdigest(os.fsencode(found[path])), path)
     )

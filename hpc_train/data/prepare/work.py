@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FILE = "tokenizer.json"
 LARGEST_SHARD = 1.5  # a portion of more shards than this is cut
 NAMES_LOGGED = 5
+FIRST_TOKENS = 1 << 20  # room in a shard's buffer, which grows
 
 
 def prepare_text(
@@ -198,7 +199,7 @@ def _about(recipe: TokenRecipe, parts: Sequence[InputPart]) -> dict[str, str]:
 class ShardWriter:
     """Writes the tokens of a portion as one shard, or as several if they are many.
 
-    It takes memory for one and a half shards, and for the begins of documents.
+    It takes memory for one and a half shards at most, and for the begins of documents.
 
     Args:
         folder: the folder to write to.
@@ -212,7 +213,8 @@ class ShardWriter:
         self, folder: Path, name: str, size: int, dtype: np.dtype[Any], about: Mapping[str, str]
     ) -> None:
         self.folder, self.name, self.size, self.about = folder, name, size, about
-        self._buffer = np.empty(max(size, int(LARGEST_SHARD * size)), dtype)
+        self._most = max(size, int(LARGEST_SHARD * size))
+        self._buffer = np.empty(min(self._most, FIRST_TOKENS), dtype)
         self._count = 0
         self._documents = array("q")
         self._shards: list[Shard] = []
@@ -239,8 +241,10 @@ class ShardWriter:
         if first and (not self._documents or self._documents[-1] != self._count):
             self._documents.append(self._count)
         while len(tokens):
-            if self._count == len(self._buffer):
+            if self._count == self._most:
                 self._write(self.size)
+            if self._count == len(self._buffer):
+                self._buffer.resize(min(self._most, 2 * self._count), refcheck=False)
             taken = tokens[: len(self._buffer) - self._count]
             self._buffer[self._count : self._count + len(taken)] = taken
             self._count += len(taken)
@@ -290,8 +294,9 @@ def finish(preparation: Preparation[TokenRecipe]) -> Manifest:
                 ", ".join(left_out[:NAMES_LOGGED]),
             )
         manifest = _manifest(preparation.recipe, entries)
-        if not manifest.splits:
-            raise DataError("the files have no tokens", "give files with some text")
+        if "train" not in manifest.splits:
+            held = "have no tokens" if not manifest.splits else "leave no tokens to train on"
+            raise DataError(f"the files {held}", "give files with more text")
         if manifest.tokenizer != BYTES:
             files.write_text(preparation.shards / TOKENIZER_FILE, preparation.recipe.tokenizer)
         publish(preparation.shards, preparation.target, manifest.to_json())

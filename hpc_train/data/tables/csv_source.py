@@ -368,14 +368,15 @@ def sample_csv(file: TableFile) -> tuple[list[str], list[list[list[str]]]]:
         fields, and bytes that are not UTF-8, are left out.
 
     Raises:
-        DataError: the file cannot be read, or has no header.
+        DataError: the file cannot be read, has no header, or no record with its number of fields.
     """
     names, header = csv_columns(file)
     places = [header]
     if not file.compressed and file.nbytes > 4 * MIDDLE_SAMPLES * SAMPLE_BYTES:
         step = (file.nbytes - header) // (MIDDLE_SAMPLES + 1)
         places += [header + step * number for number in range(1, MIDDLE_SAMPLES + 1)]
-    blocks = []
+    blocks: list[list[list[str]]] = []
+    lengths: set[int] = set()
     with reading_from(file.path), opened_table(file) as raw:
         stream = plain_stream(raw, file)
         for place in places:
@@ -385,7 +386,15 @@ def sample_csv(file: TableFile) -> tuple[list[str], list[list[list[str]]]]:
             block = _sampled(data, file.delimiter, first=place == header, whole=whole)
             text = io.StringIO(block.decode("utf-8", "ignore").replace("\0", ""), newline="")
             rows = csv.reader(text, delimiter=file.delimiter)
-            blocks.append([row for row in _lenient(rows) if len(row) == len(names)])
+            found = [row for row in _lenient(rows) if row]
+            lengths.update(map(len, found))
+            blocks.append([row for row in found if len(row) == len(names)])
+    if lengths and len(names) not in lengths:
+        raise DataError(
+            f"{file.path}: its rows have {min(lengths)} fields, but its first line names "
+            f"{len(names)} columns",
+            "mend the first line, or the rows",
+        )
     return names, blocks
 
 

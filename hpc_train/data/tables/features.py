@@ -7,7 +7,7 @@ each checkpoint, so that a model can read other tables.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -78,7 +78,8 @@ class NumericFeature:
         """The feature's scaled values, float64 (N,), with NaN where one is missing."""
         raw = columns[self.column]
         taken = raw if self.part is None else date_part(raw, self.part)
-        scaled: npt.NDArray[np.float64] = (taken - self.center) / self.scale
+        with np.errstate(over="ignore"):
+            scaled: npt.NDArray[np.float64] = (taken - self.center) / self.scale
         scaled[~np.isfinite(scaled)] = np.nan
         return scaled
 
@@ -173,7 +174,12 @@ class TableFeatures:
 
     def to_tree(self) -> dict[str, Any]:
         """The features as plain JSON values; `from_tree` reads them back."""
-        return asdict(self)
+        # `dataclasses.asdict` would copy each edge by itself, which tables of many columns feel.
+        return vars(self) | {
+            "numeric": [vars(one) for one in self.numeric],
+            "categorical": [vars(one) for one in self.categorical],
+            "target": None if self.target is None else vars(self.target),
+        }
 
     @classmethod
     def from_tree(cls, tree: Any) -> Self:

@@ -88,14 +88,21 @@ def fit_numeric(
     if not len(known):
         return NumericFeature(name=name, column=column, part=part)
     least, most = float(known.min()), float(known.max())
-    if least == most:
-        return NumericFeature(name=name, column=column, part=part, center=least)
-    # Half of the range first, so that no sum overflows.
+    # Half of the range, so that no sum overflows.
     half = most / 2 - least / 2
+    constant = NumericFeature(name=name, column=column, part=part, center=least)
+    if not half:
+        return constant
     shrunk = (known / 2 - least / 2) / half
-    center, scale = least + 2 * half * float(shrunk.mean()), 2 * half * float(shrunk.std())
-    scaled = (known - center) / scale
+    center, scale = 2 * (least / 2 + half * float(shrunk.mean())), half * (2 * float(shrunk.std()))
+    if not scale:
+        return constant
+    with np.errstate(over="ignore"):
+        scaled = (known - center) / scale
+    scaled = scaled[np.isfinite(scaled)]  # the others are missing to the model as well
     edges = np.unique(np.quantile(scaled, np.linspace(0.0, 1.0, bins + 1)))
+    if len(edges) < 2:
+        return constant
     return NumericFeature(
         name=name,
         column=column,

@@ -6,8 +6,10 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import yaml
@@ -19,6 +21,11 @@ TableTask = Literal["classification", "regression", "multilabel", "none"]
 COLUMN_KINDS: tuple[str, ...] = get_args(ColumnKind)
 TABLE_TASKS: tuple[str, ...] = get_args(TableTask)
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """The names that occur more than once, in the order of their first places."""
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +70,9 @@ class TableSchema:
     missing: tuple[str, ...] = MISSING
 
     def __post_init__(self) -> None:
-        kinds = {column.name: column.kind for column in self.columns}
-        if len(kinds) < len(self.columns):
-            names = [column.name for column in self.columns]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise DataError(f"the table has two columns named {twice!r}", "rename one of them")
+        kinds = self._kinds
+        if twice := repeated(column.name for column in self.columns):
+            raise DataError(f"the table has two columns named {twice[0]!r}", "rename one of them")
         if self.task not in TABLE_TASKS:
             raise DataError(f"task is {self.task!r}", f"give one of {', '.join(TABLE_TASKS)}")
         roles = [*self.targets, *(n for n in (self.group, self.time, self.weight) if n is not None)]
@@ -78,7 +83,7 @@ class TableSchema:
                 )
             if kinds[name] == "ignored":
                 raise DataError(f"column {name!r} has a role, but is ignored", "give another kind")
-        if both := [name for name in kinds if roles.count(name) > 1]:
+        if both := repeated(roles):
             raise DataError(
                 f"column {both[0]!r} has two roles",
                 "give each of the targets, the group, the time and the weight a column of its own",
@@ -107,7 +112,11 @@ class TableSchema:
         Raises:
             KeyError: there is no such column.
         """
-        return next(column.kind for column in self.columns if column.name == name)
+        return self._kinds[name]
+
+    @cached_property
+    def _kinds(self) -> dict[str, ColumnKind]:
+        return {column.name: column.kind for column in self.columns}
 
     def to_yaml(self) -> str:
         """The schema as YAML; `parse_schema` reads it back to an equal one."""
@@ -143,7 +152,7 @@ def _check_once(text: str) -> None:
     for key, part in parts.items():
         if key.value == "columns" and isinstance(part, yaml.MappingNode):
             names = [name.value for name, _ in part.value]
-            if twice := [name for name in names if names.count(name) > 1]:
+            if twice := repeated(names):
                 raise DataError(
                     f"the schema has the column {twice[0]!r} twice", "remove one of them"
                 )

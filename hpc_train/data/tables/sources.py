@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.data.prepare.inputs import COMPRESSED, is_hidden, reading_from
+from hpc_train.data.prepare.inputs import COMPRESSED, files_at, reading_from
 from hpc_train.data.tables.array_source import array_columns, cut_arrays, read_array_rows
 from hpc_train.data.tables.csv_source import count_quotes as count_quotes
 from hpc_train.data.tables.csv_source import csv_columns, cut_csv, read_csv_rows
@@ -51,26 +51,23 @@ def list_tables(paths: Sequence[str | Path], *, tell: bool = False) -> list[Tabl
         tell: whether to log how many files were left out.
 
     Raises:
-        DataError: a path does not exist or is no table, or there is no file.
+        DataError: a path does not exist or is no table, a folder cannot be read, or there is no
+            file.
     """
     found: dict[Path, TableFormat] = {}
     skipped = 0
     for given in map(Path, paths):
-        if given.is_dir():
-            for path in sorted(path for path in given.rglob("*") if path.is_file()):
-                form = None if is_hidden(path.relative_to(given)) else _format(path)
-                skipped += form is None
-                if form is not None:
-                    found[path] = form
-        elif not given.exists():
-            raise DataError(f"{given} does not exist", "give files or folders of a table")
-        elif (form := _format(given)) is None:
-            raise DataError(
-                f"{given} is not one of {', '.join(FORMATS)}",
-                "name it after its format; .csv and .tsv may end with .gz or .zst, too",
-            )
-        else:
-            found[given] = form
+        for path in sorted(files_at(given, "a table")):
+            form = _format(path)
+            if form is not None:
+                found[path] = form
+            elif path != given:
+                skipped += 1
+            else:
+                raise DataError(
+                    f"{given} is not one of {', '.join(FORMATS)}",
+                    "name it after its format; .csv and .tsv may end with .gz or .zst, too",
+                )
     if not found:
         raise DataError("no file of a table was found", f"give files with {', '.join(FORMATS)}")
     if skipped and tell:

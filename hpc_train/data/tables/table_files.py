@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from hpc_train.data.prepare.inputs import COMPRESSED, reading_from
 from hpc_train.data.tables.features import RawColumns
+from hpc_train.data.tables.schema import repeated
 from hpc_train.errors import DataError
 
 TableFormat = Literal["csv", "parquet", "npz", "hdf5"]
@@ -144,13 +145,14 @@ def check_names(file: TableFile, found: list[str], expected: list[str]) -> None:
             f"{file.path}: column {found.index('') + 1} has no name",
             "the first line of a csv file has the names of its columns; add it, or the name",
         )
-    if twice := [name for name in found if found.count(name) > 1]:
+    if twice := repeated(found):
         raise DataError(
             f"{file.path} has two columns named {twice[0]!r}",
             "rename one of them; the first line of a csv file has the names of its columns",
         )
-    fewer = [name for name in expected if name not in found]
-    more = [name for name in found if name not in expected]
+    here, wanted = set(found), set(expected)
+    fewer = [name for name in expected if name not in here]
+    more = [name for name in found if name not in wanted]
     if fewer or more:
         what = f"no column {fewer[0]!r}" if fewer else f"the column {more[0]!r}, which others lack"
         raise DataError(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from hpc_train.data.prepare.partial import check_target
+from hpc_train.data.prepare.partial import check_shard_mb, check_target
 from hpc_train.data.tables.features import RawColumns
 from hpc_train.data.tables.fixed import FeatureOptions
 from hpc_train.data.tables.schema import TableSchema
@@ -102,8 +101,7 @@ def table_request(
         raise DataError(
             f"--validation is {given.validation}", "give a share of at least 0 and below 1"
         )
-    if not 0 < given.shard_mb < math.inf:
-        raise DataError(f"--shard_mb is {given.shard_mb}", "give a size above 0")
+    check_shard_mb(given.shard_mb)
     for name, least in (("max_categories", 1), ("bins", 1)):
         if getattr(given.features, name) < least:
             value = getattr(given.features, name)
