@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
 
 import pytest
 
-from hpc_train.errors import UserError, plural, print_error
+from hpc_train import files
+from hpc_train.errors import UserError, file_error, plural, print_error
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,30 @@ def test_an_error_is_one_write(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     print_error(UserError("a cause", "a remedy"))
     assert [text for text in writes if text] == ["hpc-train: error: a cause: a remedy\n"]
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "line", "code"),
+    [
+        (errno.EACCES, "/a", "/a cannot be used (Permission denied): get permission for it", 2),
+        (errno.ENAMETOOLONG, "a", "a cannot be used (File name too long): give a shorter name", 2),
+        (errno.ENOENT, b"a", "a cannot be used (No such file or directory): give another path", 2),
+        (errno.ENOSPC, None, "a file cannot be written (No space left on device): free some", 2),
+        (errno.ESTALE, "a", "a cannot be used (Stale file handle): look whether its file sys", 1),
+        (errno.ECONNREFUSED, None, None, 0),
+        (errno.EBADF, 7, None, 0),
+    ],
+)
+def test_a_file_that_the_system_refuses_is_one_line(number, path, line, code):
+    told = file_error(OSError(number, os.strerror(number), path))
+    assert told is None if line is None else str(told).startswith(line)
+    assert (0 if told is None else told.exit_code) == code
+
+
+def test_the_users_own_code_keeps_its_traceback(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        files.sync(tmp_path / "none")
+    error = caught.value
+    assert file_error(error) is None, "this test is not of the package"
+    error.__traceback__ = error.__traceback__.tb_next
+    assert str(tmp_path / "none") in str(file_error(error))
