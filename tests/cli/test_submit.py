@@ -308,6 +308,13 @@ def test_a_job_loads_the_modules_of_the_submitting_shell(desk):
     )
 
 
+@pytest.mark.parametrize("program", ["", "conda"])
+def test_a_conda_environment_without_the_path_of_conda_comes_first_on_the_jobs_path(desk, program):
+    shell = {"CONDA_PREFIX": sys.prefix, "CONDA_EXE": program}
+    done = desk.run("submit", "my.yaml", "--scheduler", "pbs", "--dry_run", **shell)
+    assert f"    export PATH={sys.prefix}/bin:$PATH || return\n" in done.stdout
+
+
 def test_a_job_activates_the_conda_environment_of_the_submitting_shell(desk):
     base = desk.folder / "conda base"
     hook = base / "etc/profile.d/conda.sh"
