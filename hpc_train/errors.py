@@ -20,6 +20,7 @@ BSD's sysexits.h). The same command resumes it.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import suppress
@@ -29,6 +30,19 @@ EXIT_FAILURE = 1
 EXIT_USER = 2
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75
 FINAL_CODES = (0, EXIT_USER, EXIT_STOPPED)  # a job that ends with one of these is not restarted
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REMEDIES = {
+    **dict.fromkeys(_FULL, "free some space, or give another path"),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "get permission for it, or give another path"
+    ),
+    **dict.fromkeys(
+        (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP), "give another path"
+    ),
+    errno.ENAMETOOLONG: "give a shorter name",
+}
+_NO_USERS_CODE = {"hpc_train", *sys.stdlib_module_names}
 
 
 def plural(count: int, one: str, several: str = "") -> str:
@@ -130,6 +144,36 @@ def unwritable(directory: str | os.PathLike[str], error: OSError) -> ConfigError
         f"{directory} cannot be written ({error.strerror}{named})",
         "give a folder that you may write to, or free space",
     )
+
+
+def file_error(error: BaseException) -> HpcTrainError | None:
+    """The line for a file that the system refuses to this package; None for any other error.
+
+    What the user can mend is a StorageError. A file system that fails for a while gives an error
+    after which a job is restarted. An error in the user's own code needs its traceback.
+    """
+    if not isinstance(error, OSError) or not _raised_here(error):
+        return None
+    path = error.filename if error.filename2 is None else error.filename2
+    if path is None and error.errno in _FULL:  # writing through a descriptor names no file
+        return StorageError(f"a file cannot be written ({error.strerror})", _REMEDIES[error.errno])
+    if not isinstance(path, str | bytes | os.PathLike) or error.errno is None:
+        return None
+    cause = f"{os.fsdecode(path)} cannot be used ({error.strerror})"
+    if error.errno in _REMEDIES:
+        return StorageError(cause, _REMEDIES[error.errno])
+    return HpcTrainError(cause, "look whether its file system works, and try it again")
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether all code between an error and where it was caught is this package's or Python's."""
+    trace = error.__traceback__
+    while trace:
+        module = str(trace.tb_frame.f_globals.get("__name__"))
+        if module.partition(".")[0] not in _NO_USERS_CODE:
+            return False
+        trace = trace.tb_next
+    return True
 
 
 class Stopped(Exception):

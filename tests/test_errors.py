@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import Stopped, UserError, plural, print_error, print_line
+from hpc_train import files
+from hpc_train.errors import Stopped, UserError, file_error, plural, print_error, print_line
 
 
 @pytest.mark.parametrize(
@@ -51,3 +53,30 @@ def test_a_run_that_a_file_has_stopped_needs_it_removed():
     assert Stopped(3, "the file runs/a/STOP").remedy("the same command") == (
         "remove the file, and the same command resumes from there"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "line", "code"),
+    [
+        (errno.EACCES, "/a", "/a cannot be used (Permission denied): get permission for it", 2),
+        (errno.ENAMETOOLONG, "a", "a cannot be used (File name too long): give a shorter name", 2),
+        (errno.ENOENT, b"a", "a cannot be used (No such file or directory): give another path", 2),
+        (errno.ENOSPC, None, "a file cannot be written (No space left on device): free some", 2),
+        (errno.ESTALE, "a", "a cannot be used (Stale file handle): look whether its file sys", 1),
+        (errno.ECONNREFUSED, None, None, 0),
+        (errno.EBADF, 7, None, 0),
+    ],
+)
+def test_a_file_that_the_system_refuses_is_one_line(number, path, line, code):
+    told = file_error(OSError(number, os.strerror(number), path))
+    assert told is None if line is None else str(told).startswith(line)
+    assert (0 if told is None else told.exit_code) == code
+
+
+def test_the_users_own_code_keeps_its_traceback(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        files.sync(tmp_path / "none")
+    error = caught.value
+    assert file_error(error) is None, "this test is not of the package"
+    error.__traceback__ = error.__traceback__.tb_next
+    assert str(tmp_path / "none") in str(file_error(error))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train import __version__
 from hpc_train.cli.verb import EXIT_CODES, Parser
-from hpc_train.errors import HpcTrainError, UserError, print_error
+from hpc_train.errors import HpcTrainError, UserError, file_error, print_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,16 +47,32 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `hpc-train`; returns the exit code."""
+    _open_streams()
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
             sys.stdout.flush()  # here, where a reader that has gone is no error
-    except BrokenPipeError:
-        if not _reader_gone():
+    except OSError as error:
+        gone = isinstance(error, BrokenPipeError) and _reader_gone()
+        told = file_error(error)
+        if not gone and told is None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at its end
-        return EXIT_READER_GONE
+        if error.filename is None:  # it may be standard output, to which Python writes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if told is None:
+            return EXIT_READER_GONE
+        print_error(told)
+        return told.exit_code
+
+
+def _open_streams() -> None:
+    """Let standard streams that are closed, as by `>&-`, lead to nowhere, not to a later file."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w")  # noqa: PTH123, SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _run(arguments: list[str]) -> int:

@@ -88,8 +88,8 @@ def export_run(run: TrackedRun, to: str) -> None:
             feed.close()
     except OSError as error:
         raise ConfigError(
-            f"{run.folder} cannot be written ({error.strerror}: {error.filename or run.folder})",
-            "give --out a folder that you may write to, or free space",
+            f"{error.filename or run.folder} cannot be used ({error.strerror})",
+            "give a run that you may read, and --out a folder that you may write to, or free space",
         ) from None
     except HpcTrainError:
         raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.cli.shared_portions import run_on_files, share_portions
 from hpc_train.cli.verb import Parser, positive
-from hpc_train.errors import plural
+from hpc_train.errors import ConfigError, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +82,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], runtime: Runtime) -> None:
-    import csv
     import json
     from pathlib import Path
 
@@ -92,7 +91,7 @@ def _run(arguments: Sequence[str], runtime: Runtime) -> None:
     wanted = PredictOptions(
         paths=given.paths,
         out=Path(given.out),
-        columns=tuple(next(csv.reader([given.columns]), ())),
+        columns=column_names(given.columns),
         batch=given.batch,
         wrong=given.wrong_rows,
         quoted_newlines=not given.no_quoted_newlines,
@@ -107,6 +106,23 @@ def _run(arguments: Sequence[str], runtime: Runtime) -> None:
     )
     if made.scores is not None:
         runtime.print(json.dumps(made.scores))
+
+
+def column_names(text: str) -> tuple[str, ...]:
+    """The names of columns in the value of --columns.
+
+    Raises:
+        ConfigError: it is no line of CSV.
+    """
+    import csv
+
+    try:
+        return tuple(next(csv.reader([text], strict=True), ()))
+    except csv.Error as error:
+        raise ConfigError(
+            f"--columns {text!r} cannot be read ({error})",
+            "quote a name with a comma, a quote or a line end as in CSV",
+        ) from None
 
 
 def predict_together(

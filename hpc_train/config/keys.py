@@ -33,7 +33,8 @@ def read_mapping(
         raise ConfigError(f"there is no {what} {path}", missing) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", f"give the path of a {what}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # It raises any of them for a value that looks like one of a type, and is none.
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     _check_once(text, path)
     if tree is not None and not isinstance(tree, dict):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
 from hpc_train import log
-from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, print_error
+from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, file_error, print_error
 from hpc_train.host.process import seconds_since_begin
 from hpc_train.job.exhausted import note_remedy
 from hpc_train.job.preemption import signals_kept
@@ -30,8 +30,9 @@ def run(program: Callable[[Runtime], None], *, ask_scheduler: bool = True) -> in
     """Run a program on all ranks of the job; every rank gets the same exit code.
 
     An error that the ranks have agreed on, or that all of them meet, is printed once, by rank 0.
-    Any other exception prints its traceback and ends the job, because the other ranks may wait for
-    this one. All ranks must call.
+    So is a file that the system refuses to this package, and not to the program's own code. Any
+    other exception prints its traceback and ends the job, because the other ranks may wait for this
+    one. All ranks must call.
 
     Args:
         program: the function that all ranks run; its argument is the runtime.
@@ -128,6 +129,10 @@ def _exit_of(program: Callable[[Runtime], None], runtime: Runtime) -> SystemExit
             )
             _abort(world, EXIT_FAILURE)
         return leaving
+    except OSError as error:
+        if told := file_error(error):
+            raise told from error
+        raise
     return None
 
 

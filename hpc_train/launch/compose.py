@@ -290,8 +290,9 @@ def _activation(environ: Mapping[str, str], *, loaded: bool) -> list[str]:
         lines.append(f"module load {' '.join(modules)}")
     conda = environ.get("CONDA_PREFIX", "")
     if conda and Path(conda) == Path(sys.prefix):
-        hook = Path(environ.get("CONDA_EXE", "")).parents[1] / "etc/profile.d/conda.sh"
-        if hook.exists():
+        program = Path(environ.get("CONDA_EXE", ""))
+        hook = program.parent.parent / "etc/profile.d/conda.sh"
+        if program.is_absolute() and hook.exists():
             lines += ["# shellcheck source=/dev/null", f". {shlex.quote(str(hook))}"]
             return [*lines, f"conda activate {shlex.quote(conda)}"]
         return [*lines, f"export PATH={shlex.quote(conda)}/bin:$PATH"]

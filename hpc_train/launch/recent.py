@@ -171,7 +171,7 @@ def _steps(run: Path) -> int:
     for start in reversed(_starts(run / "events.jsonl")):
         if isinstance(start.get("steps"), int):
             return int(start["steps"])
-    with suppress(OSError, ValueError, yaml.YAMLError, TypeError, KeyError):
+    with suppress(OSError, ValueError, yaml.YAMLError, TypeError, LookupError, RecursionError):
         steps = yaml.safe_load((run / "config.yaml").read_text())["run"]["steps"]
         return steps if isinstance(steps, int) else 0
     return 0

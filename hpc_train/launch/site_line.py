@@ -34,12 +34,18 @@ def launcher_of(text: str) -> FoundLauncher:
     """
     try:
         words = shlex.split(text)
-        _filled(words, LaunchedJob([], 1))
     except ValueError as error:
         raise UserError(f"--line {text!r} cannot be read: {error}", "close its quotes") from None
-    except (KeyError, IndexError) as error:
-        known = ", ".join(f"{{{name}}}" for name in LINE_NUMBERS)
+    known = ", ".join(f"{{{name}}}" for name in LINE_NUMBERS)
+    try:
+        _filled(words, LaunchedJob([], 1))
+    except KeyError as error:
         raise UserError(f"--line has {{{error.args[0]}}}", f"use {known}") from None
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"the braces of --line {text!r} cannot be filled ({error})",
+            f"use {known}, and write {{{{ and }}}} for braces of your own",
+        ) from None
     if not words:
         raise UserError("--line names no launcher", "give a line, such as 'srun --cpu-bind=cores'")
     if Path(words[0]).name == "srun":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,12 +57,8 @@ def submit(request: SubmitRequest) -> Submission:
         )
     if (run_dir / STOP).exists():
         raise UserError(f"{run_dir / STOP} is there", "remove it to resume the run")
-    try:
+    with _writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"run.dir {run_dir} cannot be made: {error.strerror}", "give a directory of your own"
-        ) from None
     ids: list[str] = []
     with one_submission(run_dir):
         tasks = dict(enumerate(map(list, batch.sweep), scheduler.first_task))
@@ -69,15 +67,33 @@ def submit(request: SubmitRequest) -> Submission:
             print(
                 f"hpc-train submit: {stop} is there, so this task does not start", file=sys.stderr
             )
-        if request.config:
-            (run_dir / COPY).write_bytes(Path(request.config).read_bytes())
-        path = Path(batch.script)
-        path.write_text(script)
-        path.chmod(0o755)
-        write_tasks(run_dir, tasks)
+        config = Path(request.config).read_bytes() if request.config else None
+        with _writing(run_dir):
+            if config is not None:
+                (run_dir / COPY).write_bytes(config)
+            path = Path(batch.script)
+            path.write_text(script)
+            path.chmod(0o755)
+            write_tasks(run_dir, tasks)
         for _ in range(request.chain):
             queued = scheduler.queue(batch, after=ids[-1] if ids else "")
             for task, job in enumerate(queued, scheduler.first_task):
                 record_queued(run_dir, batch.scheduler, job, task if len(queued) > 1 else None)
             ids += queued
     return Submission(run_dir, ids, scheduler.first_task)
+
+
+@contextmanager
+def _writing(run_dir: Path) -> Iterator[None]:
+    """Turn an error in writing to a run directory into a line for the user.
+
+    Raises:
+        UserError: it cannot be made or written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run.dir {run_dir} cannot be written ({error.strerror})",
+            "give a directory of your own, or free space",
+        ) from None

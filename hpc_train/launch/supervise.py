@@ -223,9 +223,15 @@ class Supervisor:
         return done.returncode == 0
 
     def _write(self, **record: Any) -> None:
-        if self.run_dir is not None:
-            with (self.run_dir / "launch.jsonl").open("a") as file:
+        """Record what happens to an attempt; a job does not end for want of its record."""
+        if self.run_dir is None:
+            return
+        path = self.run_dir / "launch.jsonl"
+        try:
+            with path.open("a") as file:
                 file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")
+        except OSError as error:
+            self.say(f"{path} cannot be written ({error.strerror}), so reports lack this attempt")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from hpc_train.errors import HpcTrainError, RankError, UserError
+from hpc_train.errors import HpcTrainError, RankError, UserError, file_error
 from hpc_train.mpi.group import AGREEMENT, Group
 
 T = TypeVar("T")
@@ -38,7 +38,8 @@ def agreed(group: Group, what: str = AGREEMENT) -> Iterator[None]:
     Raises:
         HpcTrainError: the failing rank's error, of the same class on every rank, naming the rank
             and its host. If its class cannot be made from a cause and a remedy, or cannot be
-            pickled, the nearest base class that can is raised. Other exceptions become a RankError.
+            pickled, the nearest base class that can is raised. An error about a file becomes what
+            `file_error` makes of it, if anything, and other exceptions become a RankError.
     """
     failure: Exception | None = None
     try:
@@ -72,6 +73,7 @@ def settle(group: Group, failure: Exception | None, number: int = 0, what: str =
     if outcome < FAILED:
         return outcome
     first = group.size - (outcome - FAILED)
+    failure = failure and (file_error(failure) or failure)
     if failure is not None and not isinstance(failure, HpcTrainError):
         logger.error("failed on this rank", exc_info=failure)
     mine = _described(group, failure) if group.rank == first else None

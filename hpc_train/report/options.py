@@ -35,7 +35,7 @@ def read_config(run: Path) -> tuple[str, dict[str, str]]:
     text = text[:MOST_CHARACTERS]
     try:
         tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         return text, {}
     values: dict[str, str] = {}
     for key, value in _flat(tree, ""):

@@ -51,7 +51,7 @@ class TrackedRun:
         """
         try:
             found = yaml.safe_load(self.config_text) or {}
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise DataError(

@@ -79,6 +79,8 @@ class PredictOptions:
             return
         if not self.score:
             raise ConfigError("--scores and --no_scores are both given", "give one of them")
+        if self.scores.resolve() == self.out.resolve():
+            raise ConfigError(f"--out and --scores are both {self.out}", "give two files")
         if self.scores.exists():
             raise DataError(
                 f"{self.scores} exists already", "give another --scores, or delete it first"

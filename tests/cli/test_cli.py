@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import hpc_train
 from hpc_train.checkpoint.fileformat import LocalTensor
+from hpc_train.cli import main
 from hpc_train.config.file import KEYS, load
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import save_tensors
@@ -142,3 +144,46 @@ def test_a_reader_that_leaves_is_no_error(words):
     os.close(writer)
     assert done.stderr == ""
     assert done.returncode in (0, 1, 141)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "status LONG",
+        "logs LONG",
+        "cancel LONG",
+        "report LONG",
+        "checkpoint list LONG",
+        "log export --to csv LONG",
+        "prepare text LONG --out o",
+        "launch -np 1 --launcher mpirun -- train --run.dir LONG",
+        "submit --scheduler local --run.dir LONG -- true",
+    ],
+)
+def test_a_path_that_the_system_refuses_is_one_line(words, capfd):
+    assert main(words.replace("LONG", "x" * 300).split()) == 2
+    told = capfd.readouterr().err
+    assert "File name too long" in told
+    assert told.splitlines()[-1].startswith("hpc-train: error: ")
+
+
+@pytest.mark.parametrize("streams", ["1", "2", "0 1 2"])
+def test_closed_streams_are_no_error(streams):
+    closed = " ".join(f"{number}>&-" for number in streams.split())
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *command("--version")],
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_output_that_finds_no_space_is_one_line(tmp_path):
+    (tmp_path / "LATEST").touch()
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("cancel", tmp_path), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1

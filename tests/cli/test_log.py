@@ -100,7 +100,7 @@ def test_no_torch_and_no_mpi_are_loaded(made):
         (["--to", "no.module:Class"], "cannot be imported (ModuleNotFoundError"),
         (["--to", "json:JSONDecoder"], "which has no method log"),
         (["nowhere", "--to", "csv"], "nowhere has no metrics.jsonl: give the directory of a run"),
-        (["--to", "csv", "--out", "/proc/1/no"], "/proc/1/no/run cannot be written"),
+        (["--to", "csv", "--out", "/proc/1/no"], "/proc/1/no cannot be used (No such file"),
     ],
 )
 def test_mistakes_are_one_line(made, words, line):

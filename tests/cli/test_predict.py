@@ -14,7 +14,7 @@ import torch
 from hpc_train.checkpoint.catalogue import newest
 from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.fileformat import LocalTensor
-from hpc_train.cli.predict import predict_together
+from hpc_train.cli.predict import column_names, predict_together
 from hpc_train.config.file import load
 from hpc_train.data.tables.prepare_table import prepare_table
 from hpc_train.data.tables.schema import Column, TableSchema
@@ -322,6 +322,14 @@ def test_mistakes_end_with_one_line(trained, tmp_path):
     assert "does not hold a GPT: model.kind is tabular_mlp" in only_line(done.stderr)
 
 
+def test_names_of_columns_are_quoted_as_in_csv():
+    assert column_names('id,"a, b","c\nd"') == ("id", "a, b", "c\nd")
+    assert column_names("") == ()
+    for wrong in ("a\nb", 'id,"a'):
+        with pytest.raises(ConfigError, match=r"--columns .* cannot be read .*: quote a name"):
+            column_names(wrong)
+
+
 def test_the_run_directory_of_an_estimator_is_a_run(tmp_path):
     columns = made_columns(60)
     known = pd.DataFrame({name: columns[name] for name in ("size", "color")})
@@ -371,6 +379,7 @@ def test_options_that_do_not_fit_are_refused(trained, tmp_path):
         (ConfigError, "--columns names 'prediction'", {"columns": ("prediction",)}),
         (DataError, "no column 'b', nor 1 others, to copy", {"columns": ("b", "c")}),
         (DataError, "no scores to write, as it has no column 'kind'", {"scores": tmp_path / "s"}),
+        (ConfigError, "--out and --scores are both .*p.csv: give two files", {"scores": out}),
         (ConfigError, "--scores and --no_scores", {"scores": tmp_path / "s", "score": False}),
     ):
         with pytest.raises(error, match=message):

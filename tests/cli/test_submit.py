@@ -286,7 +286,19 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(desk):
     desk.scheduler("sbatch")
     done = desk.run("submit", "my.yaml", "--run.dir", "/proc/no/such")
     assert done.returncode == 2
-    assert "run.dir /proc/no/such cannot be made" in only_line(done.stderr)
+    assert "run.dir /proc/no/such cannot be written" in only_line(done.stderr)
+
+
+def test_a_run_directory_on_a_full_disk_is_named_and_nothing_is_queued(desk):
+    desk.scheduler("qsub")
+    run = desk.folder / "runs/my"
+    run.mkdir(parents=True)
+    (run / "job.yaml").symlink_to("/dev/full")
+    done = desk.run("submit", "my.yaml", "--scheduler", "pbs")
+    assert done.returncode == 2
+    line = "run.dir runs/my cannot be written (No space left on device): give a directory of your"
+    assert line in done.stderr
+    assert not (desk.folder / "qsub.calls").exists()
 
 
 def test_a_job_loads_the_modules_of_the_submitting_shell(desk):
@@ -306,6 +318,13 @@ def test_a_job_loads_the_modules_of_the_submitting_shell(desk):
             *words[:2], "--site", "polaris", "--account", "a", "--dry_run", **shell
         ).stdout
     )
+
+
+@pytest.mark.parametrize("program", ["", "conda"])
+def test_a_conda_environment_without_the_path_of_conda_comes_first_on_the_jobs_path(desk, program):
+    shell = {"CONDA_PREFIX": sys.prefix, "CONDA_EXE": program}
+    done = desk.run("submit", "my.yaml", "--scheduler", "pbs", "--dry_run", **shell)
+    assert f"    export PATH={sys.prefix}/bin:$PATH || return\n" in done.stdout
 
 
 def test_a_job_activates_the_conda_environment_of_the_submitting_shell(desk):

@@ -125,6 +125,9 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ("run: 5", "run is 5: write its keys below it, such as dir:"),
         ("[1, 2]", "is not a configuration"),
         ("a: [", "is not YAML"),
+        ("run: {dir: 2024-02-30}", "is not YAML: day is out of range for month"),
+        ("run: {dir: !!timestamp x}", "is not YAML"),
+        (f"run: {'[' * 3000}", "is not YAML: maximum recursion depth exceeded"),
         (
             "run: {dir: a}\nmodel: {}\nrun: {steps: 3}",
             "has the key run twice, again in line 3: keep",

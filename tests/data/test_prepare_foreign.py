@@ -135,6 +135,7 @@ def test_a_size_of_shards_that_is_none_is_refused(tmp_path, size):
     ("content", "how", "message"),
     [
         (b"\1\0\2\0", {}, "vocabulary size is not known"),
+        (b"\1\0\2\0", {"vocab": 1 << 33}, "has 8589934592 tokens: give 4294967296 or fewer"),
         (b"\1\0\2", {"vocab": 10}, "has 3 bytes, which is no number of uint16 tokens"),
         (b"\1\0\x0a\0", {"vocab": 10}, "has the token 10, but the vocabulary has 10"),
         (b"\xff\xff\xff\xff", {"vocab": 10, "stored": "int32"}, "has the token -1"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import h5py
 import numpy as np
@@ -209,6 +210,20 @@ def test_names_in_a_schema_are_texts_and_each_is_there_once():
         with pytest.raises(DataError, match=cause):
             parse_schema(f"{{columns: {columns}, task: none}}")
     assert parse_schema("{columns: {1: numeric}, task: none}").kind("1") == "numeric"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("task: none\ntask: regression", "the schema has the key 'task' twice: remove one"),
+        ("missing: ['', 0000-00-00]", "the schema is not YAML: year 0 is out of range: mend"),
+        ("missing: !!bool x", "the schema is not YAML: 'x': mend"),
+        (f"missing: {'[' * 3000}", "the schema is not YAML: maximum recursion depth"),
+    ],
+)
+def test_a_schema_that_cannot_be_read_is_one_line(text, cause):
+    with pytest.raises(DataError, match=re.escape(cause)):
+        parse_schema(f"columns: {{x: numeric}}\n{text}")
 
 
 def test_the_most_frequent_categories_get_codes_and_the_others_are_unknown(tmp_path):

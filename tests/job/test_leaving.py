@@ -150,7 +150,9 @@ def test_stop_ends_the_loop_after_the_step_and_it_can_go_on(tmp_path, within):
 
 
 @pytest.mark.parametrize(
-    "leaving", [SystemExit(0), SystemExit(3), KeyError("x"), KeyboardInterrupt()], ids=repr
+    "leaving",
+    [SystemExit(0), SystemExit(3), KeyError("x"), OSError(13, "denied", "x"), KeyboardInterrupt()],
+    ids=repr,
 )
 def test_a_process_alone_that_ends_in_its_loop_has_saved(tmp_path, leaving):
     jobs = []

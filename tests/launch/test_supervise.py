@@ -69,6 +69,17 @@ def test_a_job_that_never_begins_is_given_up(tmp_path):
     assert cause_of(outcome).startswith("no sign of training for 1 s")
 
 
+def test_a_record_that_cannot_be_written_does_not_end_the_job(tmp_path, capsys):
+    (tmp_path / "launch.jsonl").symlink_to("/dev/full")
+    launcher = FoundLauncher("mpirun", lambda job: Line(["sh", "-c", "exit 75"], {}))
+    supervisor = Supervisor(
+        launcher, LaunchedJob(["train"], 1), [], 0, tmp_path / "progress", tmp_path, 0.0,
+        lambda slots: (slots, []), print,
+    )  # fmt: skip
+    assert supervisor.run() == 75
+    assert "launch.jsonl cannot be written (No space left on device)" in capsys.readouterr().out
+
+
 def test_any_other_program_takes_what_is_left():
     assert shrinking(None)(7) == (7, [])
 

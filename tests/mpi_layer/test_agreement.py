@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import ConfigError, DataError, RankError, UserError
+from hpc_train import files
+from hpc_train.errors import ConfigError, DataError, RankError, StorageError, UserError
 from hpc_train.mpi.agreement import agreed, from_first, same, settle
 from hpc_train.mpi.group import Group
 
@@ -40,6 +43,17 @@ def test_an_unexpected_exception_becomes_a_rank_error_on_all(group):
         if group.rank == 0:
             raise ZeroDivisionError("x")
     assert caught.value.agreed
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_file_that_one_rank_cannot_use_is_a_line_on_all_unless_a_user_opens_it(group):
+    last, name = group.size - 1, Path("x" * 300)
+    with pytest.raises(StorageError, match=f"rank 0 .*{name} cannot be used") as caught:
+        from_first(group, partial(files.sync, name))
+    assert caught.value.agreed
+    with pytest.raises(RankError, match=f"rank {last} .*OSError"), agreed(group):
+        if group.rank == last:
+            name.touch()
 
 
 class Numbered(UserError):

@@ -143,8 +143,10 @@ def tokens_request(
     check_shard_mb(shard_mb)
     description = describe_tokenizer(tokenizer) if tokenizer else ""
     size = max(vocab, loads(description).vocab if description else 0)
-    if not 0 < size <= 1 << 32:
+    if not size:
         raise DataError("the vocabulary size is not known", "give --vocab or --tokenizer")
+    if size > 1 << 32:
+        raise DataError(f"the vocabulary has {size} tokens", f"give {1 << 32} or fewer")
     splits = {
         "train": list_token_files(paths, layout),
         "validation": list_token_files(held_out, layout),

@@ -136,9 +136,9 @@ def parse_schema(text: str) -> TableSchema:
     """
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        said = getattr(error, "problem", None) or str(error).splitlines()[0]
+        said = getattr(error, "problem", None) or " ".join(str(error).split())
         place = f", line {mark.line + 1}" if mark else ""
         raise DataError(f"the schema is not YAML{place}: {said}", "mend the file") from None
     _check_once(text)
@@ -146,16 +146,14 @@ def parse_schema(text: str) -> TableSchema:
 
 
 def _check_once(text: str) -> None:
-    """Check that the YAML text of a schema names no column twice: the last one would count."""
-    root = yaml.compose(text, yaml.SafeLoader)
-    parts = dict(root.value) if isinstance(root, yaml.MappingNode) else {}
-    for key, part in parts.items():
-        if key.value == "columns" and isinstance(part, yaml.MappingNode):
-            names = [name.value for name, _ in part.value]
-            if twice := repeated(names):
-                raise DataError(
-                    f"the schema has the column {twice[0]!r} twice", "remove one of them"
-                )
+    """Check that the YAML text of a schema has no key or column twice: the last would count."""
+    left = [("key", yaml.compose(text, yaml.SafeLoader))]
+    for what, node in left:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        if twice := repeated(key.value for key, _ in pairs):
+            raise DataError(f"the schema has the {what} {twice[0]!r} twice", "remove one of them")
+        if what == "key":
+            left += [("column", part) for key, part in pairs if key.value == "columns"]
 
 
 def schema_of_tree(tree: Any) -> TableSchema:
