@@ -55,16 +55,16 @@ def loop(started, directory, stop_at=None, epochs=3):
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    made = Loop(started, directory, model, optimizer, LoopOptions(every=0, keep=0))
     seen = {}
-    for _, batches in made.epochs(Augmented(), batch=BATCH, epochs=epochs, seed=5):
-        for batch in batches:
-            seen[len(seen) + 1] = batch
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            made.step()
-            if stop_at == len(seen):
-                os.kill(os.getpid(), signal.SIGTERM)
+    with Loop(started, directory, model, optimizer, LoopOptions(every=0, keep=0)) as made:
+        for _, batches in made.epochs(Augmented(), batch=BATCH, epochs=epochs, seed=5):
+            for batch in batches:
+                seen[len(seen) + 1] = batch
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                made.step()
+                if stop_at == len(seen):
+                    os.kill(os.getpid(), signal.SIGTERM)
     return list(seen.values()), [parameter.detach().clone() for parameter in model.parameters()]
 
 
