@@ -94,9 +94,12 @@ STARTERS = ("run", "ENVIRON", "hosts")  # names of what starts programs and host
 def pytest_collection_modifyitems(items):
     """Mark the tests that start programs, and begin with the modules that take longest.
 
-    Refuse what pytest-mpi would skip in silence: it takes any name `mpi` for its marker.
+    Refuse names that differ in each process, and what pytest-mpi would skip in silence: it takes
+    any name `mpi` for its marker.
     """
     for item in items:
+        if " at 0x" in item.nodeid:  # workers that run side by side would not know it by its name
+            raise pytest.UsageError(f"{item.nodeid}: give its parameters `ids`")
         if "mpi" in item.keywords and item.get_closest_marker("mpi") is None:
             raise pytest.UsageError(f"{item.nodeid}: no folder or parameter may be named mpi")
         if "mpi" in item.keywords and not names_mpi(item.path):

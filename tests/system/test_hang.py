@@ -176,6 +176,7 @@ def astray(folder, who, does, engine="mpi", *, before=False):
 @pytest.mark.parametrize(
     "engine",
     [pytest.param("mpi", marks=pytest.mark.long), pytest.param("horovod", marks=needs_horovod)],
+    ids="engine-{}".format,
 )
 def test_a_rank_that_stays_away_in_the_users_code_is_named(tmp_path, engine):
     line = astray(tmp_path, (2,), "time.sleep(1000)", engine)

@@ -51,7 +51,7 @@ def test_a_loss_that_is_not_one_number_with_gradients(group, together, change, w
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("given", [{"dataset": Stream()}, {"validation": Stream()}], ids=str)
+@pytest.mark.parametrize("given", [{"dataset": Stream()}, {"validation": Stream()}], ids=list)
 def test_samples_without_numbers(group, together, given):
     with pytest.raises(UserError, match="is of type Stream, which has no samples by number"):
         make(together, Runtime(group, group), **given)
