@@ -1,4 +1,4 @@
-"""Parameters of tests, of which some are left to `make test-long`."""
+"""Makes parameters of tests by name. `make test-long` alone runs some of them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def read_mapping(
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", f"give the path of a {what}") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # It raises any of them for a value that looks like one of a type, and is none.
+        # PyYAML raises any of them, for instance for a date that does not exist.
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     _check_once(text, path)
     if tree is not None and not isinstance(tree, dict):

@@ -347,7 +347,7 @@ class BucketAverager:
 
     def norm(self) -> Tensor:
         """The 2-norm of all averaged gradients, a float64 scalar. Collective."""
-        # A rank alone keeps sparse gradients, of which torch has no norm.
+        # A rank alone keeps sparse gradients, and torch computes no norm of a sparse tensor.
         own = [g.coalesce().values() if g.is_sparse else g for g in self._own()]
         return get_total_norm(own).double()
 

@@ -1,4 +1,4 @@
-"""Broadcasts the optimizer's state from rank 0, or makes what the ranks have one by their mean."""
+"""Broadcasts the optimizer's state from rank 0, or replaces the ranks' states by their mean."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _steps(entries: Mapping[str, Any]) -> float:
 
 
 def average_state(optimizer: Optimizer, collectives: Collectives) -> None:
-    """Make the optimizer's states of all ranks one: see `unite_state`. Collective."""
+    """Replace the ranks' moments by their mean, after `unite_state`. Collective."""
     unite_state(optimizer, collectives.group)
     for slot in moments(optimizer).values():
         for moment in slot.values():
@@ -140,7 +140,7 @@ def average_state(optimizer: Optimizer, collectives: Collectives) -> None:
 
 
 def moments(optimizer: Optimizer) -> dict[str, dict[Parameter, Tensor]]:
-    """The moments: tensors of the state that have their parameter's shape, of any kind of float.
+    """The moments: real or complex tensors of the state that have their parameter's shape.
 
     Returns:
         For each name in the state, the moment of each parameter; after `unite_state` these are in
