@@ -199,7 +199,9 @@ def loop(kind: str, shape: dict[str, int], batch: int, steps: int) -> dict[str, 
     """
     device = choose_device()
     torch.manual_seed(0)
-    model = (gpt2_of_others(shape) if kind == "transformers" else GPT(**shape)).to(device)
+    with device if kind == "transformers" else contextlib.nullcontext():
+        model = gpt2_of_others(shape) if kind == "transformers" else GPT(**shape)
+    model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
     computed = compiled(kind, model, device)
     given = batches(shape, batch)

@@ -19,6 +19,7 @@ import psutil
 from benchmarks.gpu_lab import Check, Found, Lab, Run, Skipped
 from benchmarks.gpu_results import Options
 from hpc_train.config.sections import TEST_STEPS_LEAST
+from hpc_train.monitoring.performance import PERFORMANCE
 
 LOG_EVERY = 10
 SAVE_EVERY = 30  # steps, which take longer than a save in the background
@@ -68,7 +69,7 @@ LOADS = {
 }
 SMALL = Load(2, 64, 4, 256, 64, 4, 40)  # on processors
 # Layers and hidden sizes of ever smaller models, for the largest one that can be trained.
-LADDER = ((48, 6144), (40, 5120), (32, 4096), (34, 3584), (36, 3072), (32, 2560), (24, 2048))
+LADDER = ((48, 6144), (40, 5120), (32, 4096), (36, 3328), (36, 3072), (32, 2560), (24, 2048))
 
 
 def load_of(lab: Lab, name: str) -> Load:
@@ -197,7 +198,7 @@ def saves(lab: Lab) -> Found:
     That is how much longer the steps after a save take than others. The first save in a process is
     apart, because it gets memory.
     """
-    load = replace(load_of(lab, "124 M"), steps=3 * SAVE_EVERY + SAVE_EVERY // 2)
+    load = replace(load_of(lab, "124 M"), steps=4 * SAVE_EVERY + SAVE_EVERY // 2)
     found = dict[str, float]()
     for name, background in (("foreground", "false"), ("background", "true")):
         more = {"checkpoint.every": SAVE_EVERY, "checkpoint.background": background}
@@ -230,7 +231,7 @@ def largest(lab: Lab) -> Found:
     for name, more in (("without", {}), ("with", {"memory.offload": "optimizer"})):
         found[name] = 0.0
         for layers, hidden in LADDER:
-            load = Load(layers, hidden, 16, 50304, 512, 1, 2)
+            load = Load(layers, hidden, 16, 50304, 512, 1, TEST_STEPS_LEAST + 1)
             parameters = 12 * layers * hidden**2 + 50816 * hidden
             # Weights, and without memory.offload gradients and two moments, in float32.
             if (4 if more else 16) * parameters > memory:
@@ -240,20 +241,40 @@ def largest(lab: Lab) -> Found:
                 ends.append(f"{name}: {parameters / 1e9:.2g} billion need more memory of this host")
                 continue
             staged = {"memory.zero": 1 if more else 0, "memory.recompute": "full", **more}
-            # A performance test writes no checkpoint, which would fill the disk.
-            few = {"run.performance_test": TEST_STEPS_LEAST, "run.preflight": "false"}
-            given = {**load.options, **staged, **few, "data.path": lab.text}
-            given.pop("run.steps")
             try:
-                lab.train(given, seconds=300)
+                seconds = tested(lab, load, staged)
             except AssertionError as error:
                 ends.append(f"{name}, {parameters / 1e9:.2g} billion: {str(error)[:200]}")
                 continue
-            found[name] = parameters / 1e9
+            found |= {name: parameters / 1e9, f"{name}, step_seconds": seconds}
             break
     return Found(
         f"{found['without']:.2g} billion parameters without memory.offload, {found['with']:.2g} "
         f"with it ({'; '.join(ends)})",
+        found,
+    )
+
+
+def tested(lab: Lab, load: Load, more: Options) -> float:
+    """The median seconds of a step in a performance test, which writes no checkpoint."""
+    test = {"run.performance_test": load.steps, "run.preflight": "false", "data.path": lab.text}
+    given = {**load.options, **test, **more}
+    del given["run.steps"]
+    run = lab.train(given, seconds=300)
+    seconds: float = json.loads((run.folder / PERFORMANCE).read_text())["step_seconds"]
+    return seconds
+
+
+def offload(lab: Lab) -> Found:
+    """Measure how long a step takes without and with the optimizer on the host."""
+    if not lab.gpu:
+        raise Skipped("processors have it there already")
+    load = replace(LOADS["1.3 B"], steps=12)
+    more = {"without": {"memory.zero": 0}, "with": {"memory.offload": "optimizer"}}
+    found = {name: tested(lab, load, options) for name, options in more.items()}
+    return Found(
+        f"a step of {load.batch} samples takes {found['without']:.4g} s without memory.offload, "
+        f"{found['with']:.4g} s with it",
         found,
     )
 
@@ -263,6 +284,7 @@ CHECKS: Mapping[str, Check] = {
     **{f"speed, {name}": functools.partial(beside_loops, name) for name in LOADS},
     "two ranks, copies": two_ranks,
     "saves": saves,
+    "offload": offload,
     "largest model": largest,
     "CUDA graphs": graphs,
 }

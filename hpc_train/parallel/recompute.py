@@ -107,10 +107,22 @@ class _Recomputed:
         self.buffers = [(one, name) for one in modules for name in one._buffers]
 
     def __call__(self, *args: Any, **how: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.original(*args, **how)
-        contexts = lambda: _Pass(self).contexts()  # noqa: E731
-        return checkpoint(self.original, *args, use_reentrant=False, context_fn=contexts, **how)
+        with _copies_freed():
+            if not torch.is_grad_enabled():
+                return self.original(*args, **how)
+            contexts = lambda: _Pass(self).contexts()  # noqa: E731
+            return checkpoint(self.original, *args, use_reentrant=False, context_fn=contexts, **how)
+
+
+@contextmanager
+def _copies_freed() -> Iterator[None]:
+    """Let autocast free its 16-bit copy of a weight after use, not after the model's whole pass."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class _Pass:

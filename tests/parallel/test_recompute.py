@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.config import MemorySection
 from hpc_train.errors import ConfigError, UserError
@@ -246,3 +248,35 @@ def test_a_block_may_get_nothing(how):
     model = gpt(dropout=0.0)
     recompute(model, how)
     model(torch.zeros(0, 8, dtype=torch.long)).sum().backward()
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of matrices in bfloat16 that are there."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and result.dtype is torch.bfloat16:
+            self.made.append((weakref.ref(result), tuple(result.shape)))
+        return result
+
+    def alive(self, shape):
+        found = [one() is not None for one, of in self.made if of == shape]
+        assert found
+        return sum(found)
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_autocast_keeps_no_copy_of_a_weight_behind_its_block(how, grad):
+    model = Own().float()
+    recompute(model, how)
+    with Copies() as copies, torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+        loss = model(inputs().float())
+        assert copies.alive((8, 6)) == 0
+        assert torch.is_autocast_cache_enabled()
+    if grad:
+        loss.backward()
