@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_loops software
     python -m benchmarks.gpu_loops limits [--size N]
     python -m benchmarks.gpu_loops estimator
+    python -m benchmarks.gpu_loops host --shape '{...}'
     python -m benchmarks.gpu_loops loop --kind KIND --shape '{...}' --batch N
 
 The last line is JSON.
@@ -137,6 +138,22 @@ def attention(device: torch.device) -> dict[str, float]:
     return found
 
 
+def host(shape: dict[str, int]) -> dict[str, float]:
+    """Seconds that processors take for the optimizer's step of a GPT, and for its norm."""
+    with torch.device("meta"):
+        sizes = [tuple(p.shape) for p in GPT(**shape).parameters()]
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+    for one in parameters:
+        one.grad = torch.ones_like(one)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    gradients, cpu = [p.grad for p in parameters if p.grad is not None], torch.device("cpu")
+    return {
+        "optimizer": seconds_of(optimizer.step, cpu),
+        "norm": seconds_of(lambda: torch.nn.utils.get_total_norm(gradients), cpu),
+        "threads": float(torch.get_num_threads()),
+    }
+
+
 def estimator() -> dict[str, Any]:
     """What a classifier of tables predicts, in float64."""
     from hpc_train.tabular import Classifier
@@ -246,7 +263,7 @@ def loop(kind: str, shape: dict[str, int], batch: int, steps: int) -> dict[str, 
 def main() -> None:
     """Measure what the command line names."""
     parser = argparse.ArgumentParser(description="measurements for benchmarks.gpu")
-    parser.add_argument("what", choices=("software", "limits", "estimator", "loop"))
+    parser.add_argument("what", choices=("software", "limits", "host", "estimator", "loop"))
     parser.add_argument("--size", type=int, default=8192)
     parser.add_argument("--kind", choices=KINDS, default="plain")
     parser.add_argument("--shape", type=json.loads)
@@ -257,6 +274,8 @@ def main() -> None:
         found: dict[str, Any] = software()
     elif options.what == "limits":
         found = limits(options.size)
+    elif options.what == "host":
+        found = host(options.shape)
     elif options.what == "estimator":
         found = estimator()
     else:

@@ -22,7 +22,8 @@ from hpc_train.config.sections import TEST_STEPS_LEAST
 from hpc_train.monitoring.performance import PERFORMANCE
 
 LOG_EVERY = 10
-SAVE_EVERY = 30  # steps, which take longer than a save in the background
+SAVE_EVERY = 40  # steps; half of them take longer than a save in the background
+SAVES = 4
 
 
 @dataclass(frozen=True)
@@ -195,10 +196,10 @@ def two_ranks(lab: Lab) -> Found:
 def saves(lab: Lab) -> Found:
     """Measure how long training stands still for a checkpoint, in the foreground and behind steps.
 
-    That is how much longer the steps after a save take than others. The first save in a process is
-    apart, because it gets memory.
+    That is how much longer the steps after a save take than as many steps before the next one. The
+    first save in a process is apart, because it gets memory.
     """
-    load = replace(load_of(lab, "124 M"), steps=4 * SAVE_EVERY + SAVE_EVERY // 2)
+    load = replace(load_of(lab, "124 M"), steps=(SAVES + 1) * SAVE_EVERY)
     found = dict[str, float]()
     for name, background in (("foreground", "false"), ("background", "true")):
         more = {"checkpoint.every": SAVE_EVERY, "checkpoint.background": background}
@@ -206,18 +207,19 @@ def saves(lab: Lab) -> Found:
         run = trained(lab, {**load.options, "data.path": lab.text, **more})
         times = [record["time"] for record in run.records]
         steps = [after - before for before, after in itertools.pairwise(times)]
-        usual = statistics.median(steps)
+        half = SAVE_EVERY // 2
         # steps[n - 1] is from the record of step n, which a save follows, to the next one.
-        spans = [
-            steps[n - 1 : n + SAVE_EVERY // 2] for n in range(SAVE_EVERY, load.steps, SAVE_EVERY)
-        ]
-        first, *later = (sum(span) - len(span) * usual for span in spans)
-        found |= {f"{name}, first": first, name: statistics.mean(later), "step": usual}
+        begins = range(SAVE_EVERY - 1, SAVES * SAVE_EVERY, SAVE_EVERY)
+        first, *later = (
+            sum(steps[n : n + half]) - sum(steps[n + half : n + 2 * half]) for n in begins
+        )
+        found |= {f"{name}, save {n}": one for n, one in enumerate([first, *later], 1)}
+        found |= {name: statistics.median(later), f"{name}, step": statistics.median(steps)}
     found["share"] = found["background"] / found["foreground"]
     text = (
         f"a save in the background stops training for {found['background']:.3f} s, "
         f"{found['share']:.1%} of the {found['foreground']:.3f} s of one in the foreground; the "
-        f"first one for {found['background, first']:.3f} and {found['foreground, first']:.3f} s"
+        f"first one for {found['background, save 1']:.3f} and {found['foreground, save 1']:.3f} s"
     )
     return Found(text, found)
 
@@ -266,15 +268,20 @@ def tested(lab: Lab, load: Load, more: Options) -> float:
 
 
 def offload(lab: Lab) -> Found:
-    """Measure how long a step takes without and with the optimizer on the host."""
+    """Measure how long a step takes without and with the optimizer on the host.
+
+    The limit is what torch's own optimizer takes there for as many parameters, by all cores.
+    """
     if not lab.gpu:
         raise Skipped("processors have it there already")
     load = replace(LOADS["1.3 B"], steps=12)
     more = {"without": {"memory.zero": 0}, "with": {"memory.offload": "optimizer"}}
     found = {name: tested(lab, load, options) for name, options in more.items()}
+    found |= lab.loops("host", "--shape", json.dumps(load.shape))
     return Found(
         f"a step of {load.batch} samples takes {found['without']:.4g} s without memory.offload, "
-        f"{found['with']:.4g} s with it",
+        f"{found['with']:.4g} s with it; the host alone takes {found['optimizer']:.4g} s for the "
+        f"optimizer's step, and {found['norm']:.4g} s for the norm",
         found,
     )
 
