@@ -150,7 +150,7 @@ def show_log(run: Path, rank: int | None, *, follow: bool) -> None:
         if follow:
             _wait_for_log(run, rank)
         path = log_of(run, rank)
-        position, asked = 0, time.monotonic()
+        position, asked = 0, -ASK_SECONDS
         while True:
             position = _print_from(path, position)
             over = not follow

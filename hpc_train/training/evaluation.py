@@ -105,11 +105,9 @@ def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[
 
 
 @contextmanager
-def aside(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode, and restore them and the random generators at the end."""
+def eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Put models into eval mode, and each of their modules into its own mode at the end."""
     modes = {module: module.training for model in models for module in model.modules()}
-    generators = [*of_process(), *of_gpu()]
-    states = [generator.get() for generator in generators]
     try:
         for model in models:
             model.eval()
@@ -117,5 +115,16 @@ def aside(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def aside(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules into eval mode, and restore them and the random generators at the end."""
+    generators = [*of_process(), *of_gpu()]
+    states = [generator.get() for generator in generators]
+    try:
+        with eval_mode(*models):
+            yield
+    finally:
         for generator, state in zip(generators, states, strict=True):
             generator.put(state)

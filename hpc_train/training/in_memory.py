@@ -64,7 +64,7 @@ class InMemoryTrainer(Trainer):
         """Take all steps. Returns the last one. Collective."""
         step = 0
         with watch_over(self.group, self.config.run.hang_timeout):
-            self.model.train()
+            self._train_mode()
             self.step_records.start()
             for step in range(1, self.plan.last + 1):
                 self._train_step(self._read(step), self.records.append)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
@@ -58,6 +59,41 @@ def test_a_limited_validation_takes_the_same_samples_on_every_layout(group, toge
     with torch.no_grad():
         expected = trainer.model.eval()(tokens, targets).item()
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+class Normed(nn.Module):
+    """Two layers of BatchNorm behind each other, the first of which may be frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.norm, self.out = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.out(self.norm(self.frozen(x)))
+
+
+def trained_with_norms(directory, model):
+    draws = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(60, 3, generator=draws).double() + 2)
+    task = TrainingTask(model, data, lambda m, batch: m(batch[0]).square().mean(), validation=data)
+    Trainer(config(directory), task, alone()).train()
+
+
+def test_a_layer_that_is_frozen_in_eval_mode_stays_so(tmp_path):
+    model = Normed().double()
+    model.frozen.eval().requires_grad_(False)
+    trained_with_norms(tmp_path, model)
+    assert not model.frozen.training
+    assert not model.frozen.running_mean.any()
+    assert model.norm.training
+    assert model.norm.running_mean.all()
+
+
+def test_a_model_that_comes_in_eval_mode_is_trained_whole(tmp_path):
+    model = Normed().double().eval()
+    trained_with_norms(tmp_path, model)
+    assert model.norm.running_mean.all()
+    assert model.frozen.running_mean.all()
 
 
 def records(directory):
