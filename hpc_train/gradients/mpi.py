@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hpc_train.collectives import Collectives, connect
@@ -20,6 +19,7 @@ from hpc_train.gradients import added
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.census import Facts, Place, told
 from hpc_train.gradients.filling import Filling
+from hpc_train.gradients.norms import total_norm
 from hpc_train.gradients.ownership import claim, disown, parameters_of, trained, trained_by
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
@@ -349,7 +349,7 @@ class BucketAverager:
         """The 2-norm of all averaged gradients, a float64 scalar. Collective."""
         # A rank alone keeps sparse gradients, and torch computes no norm of a sparse tensor.
         own = [g.coalesce().values() if g.is_sparse else g for g in self._own()]
-        return get_total_norm(own).double()
+        return total_norm(own)
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:
         """The averaged gradients that this rank counts. Across `shards`, each is counted once."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
@@ -15,6 +14,7 @@ from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients.division import Reach
 from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.mpi import BucketAverager
+from hpc_train.gradients.norms import total_norm
 from hpc_train.gradients.pooled_filling import PooledFilling
 from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.shared_parameters import SharedParameters
@@ -215,7 +215,7 @@ class ShardedAverager(BucketAverager):
 
     def norm(self) -> Tensor:
         """The 2-norm of all averaged gradients, a float64 scalar. Collective."""
-        square = get_total_norm([part for _, part in self.parts()]).double().square()
+        square = total_norm([part for _, part in self.parts()]).square()
         self.shards.sum_(square)
         return square.sqrt()
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import get_total_norm
 
 from hpc_train.collectives import Collectives
 from hpc_train.gradients import GradientAverager
+from hpc_train.gradients.norms import total_norm
 
 SMALL = 1 << 18  # bytes; copying a gradient up to this size costs less than a call of its own
 
@@ -76,7 +76,7 @@ class LayoutGradients:
 
 def _square(gradients: list[Tensor]) -> Tensor:
     """The square of their 2-norm."""
-    return get_total_norm(gradients).double().square()
+    return total_norm(gradients).square()
 
 
 def _sum_gradients(parameters: Iterable[Parameter], over: Collectives) -> None:
