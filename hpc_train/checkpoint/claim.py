@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import socket
 import threading
 import time
@@ -300,9 +301,10 @@ def take_claim(
             known, owner, silent = 0, None, 0.0
         if waited > OWNER_PATIENCE:
             who = owner if owner is not None else "a job that has just started"
+            quoted = shlex.quote(str(folder))
             raise ClaimError(
                 f"{directory} is in use by {who}, which was last heard of {silent:.0f} s ago",
-                f"wait until it ends; if it is gone, free the folder by `rm -r {folder}`",
+                f"wait until it ends; if it is gone, free the folder by `rm -r {quoted}`",
             )
         time.sleep(LOOK_SECONDS)
 

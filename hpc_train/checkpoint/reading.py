@@ -92,8 +92,10 @@ def _header_and_table(descriptor: int) -> tuple[FileMap, bytes, str]:
             fileformat.GIVE_CHECKPOINT,
         )
     length = int.from_bytes(first, "little")
-    if not 0 < length <= min(size, MAX_HEADER_BYTES + fileformat.FILE_ALIGNMENT):
+    if not length:
         raise CheckpointError("it was never completed")
+    if length > min(size, MAX_HEADER_BYTES + fileformat.FILE_ALIGNMENT):
+        raise CheckpointError("a part of it is missing, or its first bytes are wrong")
     layout, table_hash = fileformat.parse_header(files.read_at(descriptor, length, 8), size)
     begin = layout.data_start + layout.content_bytes
     return layout, files.read_at(descriptor, layout.file_bytes - begin, begin), table_hash

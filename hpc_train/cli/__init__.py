@@ -10,6 +10,7 @@ import importlib
 import os
 import select
 import sys
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from hpc_train import __version__
@@ -19,6 +20,7 @@ from hpc_train.errors import HpcTrainError, UserError, file_error, print_error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT has ended
 EXIT_READER_GONE = 128 + 13  # as a shell reports a program that SIGPIPE has ended
 # The text of each verb in `hpc-train --help`. The module of the same name has `run(arguments)`.
 VERBS = {
@@ -53,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
             sys.stdout.flush()  # here, where a reader that has gone is no error
+    except KeyboardInterrupt:
+        print("hpc-train: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except OSError as error:
         gone = isinstance(error, BrokenPipeError) and _reader_gone()
         told = file_error(error)
@@ -73,6 +78,8 @@ def _open_streams() -> None:
             stream = open(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w")  # noqa: PTH123, SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
+    if isinstance(sys.stdout, TextIOWrapper):  # what a console of few characters lacks is no error
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _run(arguments: list[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpc_train.cli.verb import Parser
+from hpc_train.cli.verb import Parser, not_negative
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,11 @@ def options() -> Parser:
         "--prompt", default="\n", help="the text to continue (default: an empty line)"
     )
     made.add_argument(
-        "--tokens", type=int, default=256, help="number of tokens to write (default: %(default)s)"
+        "--tokens",
+        type=not_negative,
+        default=256,
+        metavar="N",
+        help="number of tokens to write (default: %(default)s)",
     )
     made.add_argument(
         "--temperature",

@@ -65,15 +65,28 @@ def run(arguments: Sequence[str]) -> int:
         out = runs[0] / "report.html"
     if out.is_dir():
         raise UserError(f"{out} is a folder", "give the name of a file by --out")
+    _check_replaced(out)
     text = report_of(runs)
     try:
-        files.write_text(out, text)
+        if out.exists() and not out.is_file():  # a pipe or a device, which has no other content
+            out.write_text(text)
+        else:
+            files.write_text(out.resolve(), text)
     except OSError as error:
         raise UserError(
             f"{out} cannot be written ({error.strerror or error})", "give another file by --out"
         ) from error
     print(f"{out} ({len(text.encode()) / 1e6:.2f} MB)")
     return 0
+
+
+def _check_replaced(out: Path) -> None:
+    """Check that a file that would be replaced is a report, not somebody's configuration."""
+    if out.is_file():
+        with out.open("rb") as file:
+            begin = file.read(64).lstrip().lower()
+        if begin and not begin.startswith(b"<!doctype html"):
+            raise UserError(f"{out} is there, and is no report", "give another file by --out")
 
 
 def _serve(given: Namespace) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_CURVE = 60  # characters of a curve
 LEAST_REST = 48  # characters of a line beside its curve
-LONGEST = 10**6  # seconds between two lines: the system cannot wait for ever larger numbers
+LONGEST_PAUSE = 10**6  # seconds between two lines: the system cannot wait for ever larger numbers
 
 
 def options() -> Parser:
@@ -60,7 +60,7 @@ def _print(runs: Sequence[RunStatus], again: int | None) -> None:
                 print(status.run, *(f"    {line}" for line in status.lines()), sep="\n", flush=True)
             if not again:
                 return
-            time.sleep(min(again, LONGEST))
+            time.sleep(min(again, LONGEST_PAUSE))
 
 
 def _show(runs: Sequence[RunStatus], again: int | None) -> None:
@@ -90,4 +90,4 @@ def _show(runs: Sequence[RunStatus], again: int | None) -> None:
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
             live.update(text(), refresh=True)
-            time.sleep(min(again, LONGEST))
+            time.sleep(min(again, LONGEST_PAUSE))

@@ -210,6 +210,11 @@ class Filling:
                 continue
             if gradient.requires_grad:
                 return late, has_graph()
+            if any(gradient is other.pending for other in self.all_slots):
+                return late, UserError(
+                    "`grad` of a parameter was set to that of another one, which was not averaged",
+                    "set it to a copy: `p.grad = other.grad.clone()`",
+                )
             if slot.in_sum and not self.over:
                 if slot.filled:
                     return late, UserError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-ROW = 1 << 14
+ROW_NUMBERS = 1 << 14
 """The number of numbers whose squares torch adds in one go.
 
 On a processor torch adds all squares of a tensor by one core, in the tensor's own type. In float32
@@ -41,11 +41,11 @@ def _norms(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     dtype = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else None
     small = list(tensors)
     if tensors[0].device.type == "cpu":
-        small = [one for one in tensors if one.numel() < ROW]
+        small = [one for one in tensors if one.numel() < ROW_NUMBERS]
         for one in tensors:
-            if (whole := one.numel() // ROW * ROW) > 0:
+            if (whole := one.numel() // ROW_NUMBERS * ROW_NUMBERS) > 0:
                 flat = one.detach().reshape(-1)
-                yield vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=dtype)
+                yield vector_norm(flat[:whole].view(-1, ROW_NUMBERS), dim=1, dtype=dtype)
                 small += [flat[whole:]] if whole < len(flat) else []
     if small:
         yield torch.stack(torch._foreach_norm(small, 2, dtype))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.launch import queued
-from hpc_train.launch.alive import state_in_words
+from hpc_train.launch.alive import job_runs, state_in_words
 from hpc_train.launch.protocol import QUEUED, STOP
 from hpc_train.launch.recent import RecentRecords
 from hpc_train.monitoring.spent import costs_in, describe_joules
@@ -183,10 +183,10 @@ def _wait_for_log(run: Path, rank: int | None) -> None:
 
 
 def _over(run: Path) -> bool:
-    """Whether the scheduler says that no job of the run is left."""
+    """Whether no job of the run is left in the queue; without a scheduler, whether none runs."""
     with suppress(HpcTrainError):  # it may answer the next time
         scheduler, jobs = queued.still_queued(run)
-        return scheduler is not None and not jobs
+        return job_runs(run) is False if scheduler is None else not jobs
     return False
 
 

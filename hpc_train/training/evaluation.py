@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,6 +18,8 @@ from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.seeds import mix
+
+logger = logging.getLogger(__name__)
 
 HELD_OUT = 2  # makes the random draws for these samples differ from those of training
 
@@ -102,6 +105,29 @@ def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[
                 remedy,
             )
     return found
+
+
+def train_mode(model: nn.Module, *, tell: bool = False) -> None:
+    """Put a model into train mode, but not parts that its user has put into eval mode.
+
+    Those are frozen, such as BatchNorm. But a whole model comes in eval mode from the functions of
+    other libraries that load it.
+
+    Args:
+        model: the model.
+        tell: whether to log which parts stay in eval mode.
+    """
+    resting = [name for name, module in model.named_modules() if not module.training]
+    if len(resting) == len(list(model.modules())):
+        model.train()
+    elif resting and tell:
+        logger.info(
+            "%s of the model came in eval mode, and will stay so (%s%s); to train all of it, call "
+            "`model.train()` before",
+            plural(len(resting), "module"),
+            ", ".join(name or "the model itself" for name in resting[:3]),
+            ", ..." if len(resting) > 3 else "",
+        )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from hpc_train.data.loader import MicroBatch, Step
 from hpc_train.errors import ConfigError
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
+from hpc_train.training.evaluation import train_mode
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
@@ -64,7 +65,7 @@ class InMemoryTrainer(Trainer):
         """Take all steps. Returns the last one. Collective."""
         step = 0
         with watch_over(self.group, self.config.run.hang_timeout):
-            self._train_mode()
+            train_mode(self.model)
             self.step_records.start()
             for step in range(1, self.plan.last + 1):
                 self._train_step(self._read(step), self.records.append)

@@ -37,7 +37,7 @@ from hpc_train.planning.schedules import OPTIMIZER_TENSORS
 from hpc_train.seeds import mix, mix_each
 from hpc_train.training.assemble import assemble
 from hpc_train.training.device import moved
-from hpc_train.training.evaluation import eval_mode
+from hpc_train.training.evaluation import eval_mode, train_mode
 from hpc_train.training.keeping import keeping_divided
 from hpc_train.training.learning_rate import learning_rate
 from hpc_train.training.micro_batch import (
@@ -168,7 +168,7 @@ class Trainer:
                 ) as report,
                 self.step_records.measuring(report, after),
             ):
-                self._train_mode()
+                train_mode(self.model, tell=self.group.rank == 0)
                 saving = Saving.of(self.config.checkpoint, none=test is not None)
                 run = self.config.run
                 pace = Pace(run.hang_steps, run.hang_timeout, self._validation_due)
@@ -209,7 +209,7 @@ class Trainer:
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         kept = OPTIMIZER_TENSORS[self.config.optimizer.name] * sum(p.nbytes for p in params)
         later = kept if self.config.memory.offload == "none" else 0
-        self._train_mode()
+        train_mode(self.model)
         with same_buffers_after(self.model):
             size = find_micro_batch(self.runtime, self.device, sizes, self._try_step, later)
         self._searched = True
@@ -281,15 +281,6 @@ class Trainer:
         self.checkpoints.unify()
         with self.phases("evaluation"), eval_mode(self.model):
             return validation.scores(self.micro_batch)
-
-    def _train_mode(self) -> None:
-        """Put the model into train mode, but not parts that its user has put into eval mode.
-
-        Those are frozen, such as BatchNorm. But a whole model comes in eval mode from the functions
-        of other libraries that load it.
-        """
-        if not self.model.training:
-            self.model.train()
 
     def _train_step(self, step: Step, report: Callable[[dict[str, Any]], None]) -> None:
         """Compute one step, and report its numbers if that is due. Collective."""

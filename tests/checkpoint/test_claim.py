@@ -85,6 +85,15 @@ def test_a_job_that_began_after_the_scheduler_was_asked_is_not_taken_for_gone():
     assert not void(replace(owner, user=-1), mine, silent=25.0, ended=None, jobs=jobs)
 
 
+def test_a_remedy_can_be_pasted_where_a_path_has_a_space(tmp_path):
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    claim = take_claim(folder, living(JOB))
+    with pytest.raises(ClaimError, match=f"`rm -r '{folder}/.claim'`$"):
+        take_claim(folder, living(JOB))
+    claim.release()
+
+
 def test_of_many_jobs_that_claim_at_once_one_wins_and_the_others_name_it(tmp_path):
     made: list[Claim] = []
     refused: list[str] = []

@@ -35,6 +35,7 @@ def test_the_page_of_one_run_lies_in_it_and_that_of_several_here(runs):
         (["missing"], "missing is not a run directory"),
         (["a", "--out", "b"], "b is a folder"),
         (["a", "--out", "none/x.html"], "none/x.html cannot be written"),
+        (["a", "--out", "a/metrics.jsonl"], "a/metrics.jsonl is there, and is no report"),
         ([], "RUN"),
     ],
 )
@@ -51,3 +52,14 @@ def test_metrics_that_cannot_be_read_are_one_line(runs):
     assert done.returncode == 2
     assert "metrics.jsonl cannot be read" in only_line(done.stderr)
     assert not list((runs / "a").glob("*report*"))
+
+
+def test_a_link_stays_one_and_a_pipe_gets_the_page(runs):
+    (runs / "link.html").symlink_to("real.html")
+    for _ in range(2):  # the second report takes the place of the first
+        assert report(runs, "a", "--out", "link.html").returncode == 0
+    assert (runs / "link.html").is_symlink()
+    assert (runs / "real.html").read_text().startswith("<!doctype html>")
+    done = report(runs, "a", "--out", "/dev/stderr")
+    assert done.returncode == 0
+    assert done.stderr.startswith("<!doctype html>")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.checkpoint.claim import Owner, ProcessPlace
+from hpc_train.checkpoint.claim import NOWHERE, Owner, ProcessPlace, take_claim
 from tests.cli.desk import QSTAT, Desk
-from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line
+from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line, run
 
 ENDED = {"event": "ended", "job": "1", "code": 75, "next": "", "why": "the job was cancelled"}
 
@@ -137,6 +137,14 @@ def test_logs_are_followed_from_before_their_first_line(desk):
             assert following.stdout.readline() == "first\n"
         finally:
             following.kill()
+
+
+def test_followed_logs_of_a_run_that_has_ended_end_without_a_scheduler(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank-000.log").write_text("done\n")
+    take_claim(tmp_path, Owner.here(NOWHERE, 0.0)).release()
+    done = run(*hpc_train("logs", "--follow", str(tmp_path)), timeout=20)
+    assert (done.returncode, done.stdout) == (0, "done\n")
 
 
 def test_followed_logs_go_on_with_the_next_job_and_end_with_the_last(desk):

@@ -246,7 +246,10 @@ def test_a_launcher_of_another_mpi_is_noticed(program):
         (["--", "doctor"], "`hpc-train --help` lists the verbs"),
         (["cancel"], "required: RUN: `hpc-train cancel --help` lists the options"),
         (["checkpoint", "lst", "run"], "`hpc-train checkpoint --help` lists the actions"),
-        (["generate", "run", "--tokens", "few"], "argument --tokens: invalid int value: 'few'"),
+        (
+            ["generate", "run", "--tokens", "few"],
+            "argument --tokens: 'few' is not a whole number of 0 or more",
+        ),
         (["plan", "my.yaml", "--top", "0"], "--top: '0' is not a whole number of 1 or more"),
         (["train", "/no/such.yaml"], "there is no configuration /no/such.yaml"),
         (["prepare", "text", "--out", "x"], "required"),

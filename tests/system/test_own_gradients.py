@@ -168,6 +168,18 @@ def test_a_hook_that_uses_a_gradient_before_it_is_averaged_is_refused(job, look)
     averager.close()
 
 
+def test_a_gradient_of_another_parameter_that_is_not_averaged_is_refused(job):
+    model = build()
+    other = nn.Parameter(torch.zeros_like(next(model.parameters())))
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions())
+    model(samples(job.world.rank, 0)).square().mean().backward()
+    other.grad = next(model.parameters()).grad
+    with pytest.raises(UserError, match=r"set it to a copy: `p.grad = other.grad.clone\(\)`"):
+        optimizer.step()
+    averager.close()
+
+
 def test_an_optimizer_in_the_backward_pass_is_refused(job):
     """Its hooks were made first, as in a tutorial of torch."""
     model = build()

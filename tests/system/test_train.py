@@ -18,7 +18,16 @@ from hpc_train.data.manifest import read_manifest
 from hpc_train.mpi import runtime
 from hpc_train.report.page import report_of
 from tests.conftest import small_program
-from tests.programs import COLD, ENVIRON, hpc_train, only_line, python, ranks_of, run
+from tests.programs import (
+    COLD,
+    ENVIRON,
+    hear_ctrl_c,
+    hpc_train,
+    only_line,
+    python,
+    ranks_of,
+    run,
+)
 
 ENGINES = ["mpi", "horovod"]
 if not runtime.horovod_built():  # pragma: no cover
@@ -152,6 +161,18 @@ def stop_at_random(program, generator, options):
         number = generator.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
         generator.choice(ranks).send_signal(number)
     assert process.returncode == 75
+
+
+def test_ctrl_c_stops_with_a_checkpoint_where_there_is_no_launcher(program):
+    metrics = program.root / "run" / "metrics.jsonl"
+    command = program.command("run", *LONG, "--run.steps", "1000000")
+    with subprocess.Popen(
+        command, env=ENVIRON, stdout=subprocess.DEVNULL, preexec_fn=hear_ctrl_c
+    ) as process:
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n"))
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 75
+    assert program.checkpoint("run", len(program.losses("run"))).exists()
 
 
 def holds(process, number):
@@ -310,6 +331,8 @@ def test_generate_writes_text_from_a_checkpoint_or_a_run(program):
     assert texts[0] == texts[1]
     assert texts[0].startswith("def ")
     assert len(texts[0]) > 20
+    latin = {"PYTHONIOENCODING": "latin-1"}  # it lacks what young models write
+    assert_succeeded(run(*hpc_train(*words), environ=latin))
     words = ["generate", str(program.root / "run"), "--prompt", "def ", "--tokens", "40"]
     assert_succeeded(run(*hpc_train(*words, "--seed", "3", "--record")))
     [sample] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -86,6 +87,16 @@ def test_a_layer_that_is_frozen_in_eval_mode_stays_so(tmp_path):
     assert not model.frozen.training
     assert not model.frozen.running_mean.any()
     assert model.norm.training
+    assert model.norm.running_mean.all()
+
+
+def test_a_part_in_train_mode_of_a_model_in_eval_mode_is_all_that_is(tmp_path, caplog):
+    model = Normed().double().eval()
+    model.norm.train()
+    with caplog.at_level(logging.INFO):
+        trained_with_norms(tmp_path, model)
+    assert "stay so (the model itself, frozen, out)" in caplog.text
+    assert not model.frozen.running_mean.any()
     assert model.norm.running_mean.all()
 
 
