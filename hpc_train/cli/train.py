@@ -29,9 +29,10 @@ def run(arguments: Sequence[str]) -> int:
         file.load(path, given)  # the parser prints the configuration and exits
     from hpc_train.job.preemption import hold_signals
 
+    hold_signals()  # a scheduler may ask us to stop while MPI and torch load, which takes seconds
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _Interrupted())
-    hold_signals()  # a scheduler may ask us to stop while MPI and torch load, which takes seconds
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a warm start holds it back
     settings: RunConfig | Exception
     try:  # before MPI starts, because after that no process may be started
         settings = file.load(path, given)
