@@ -149,8 +149,12 @@ def only_line(text: str) -> str:
 
 
 def hear_ctrl_c() -> None:
-    """For `preexec_fn`: a program started from a script's background would ignore SIGINT."""
+    """For `preexec_fn`: a program started from a script's background would ignore SIGINT.
+
+    One that is started after a test has held signals back would have it blocked.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
