@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.functional import scaled_dot_product_attention as attend
 
+from hpc_train.gradients.norms import total_norm
 from hpc_train.models import GPT
 from hpc_train.parallel.compiled import compile_blocks
 from hpc_train.training.device import built_for, choose_device
@@ -149,7 +150,7 @@ def host(shape: dict[str, int]) -> dict[str, float]:
     gradients, cpu = [p.grad for p in parameters if p.grad is not None], torch.device("cpu")
     return {
         "optimizer": seconds_of(optimizer.step, cpu),
-        "norm": seconds_of(lambda: torch.nn.utils.get_total_norm(gradients), cpu),
+        "norm": seconds_of(lambda: total_norm(gradients), cpu),
         "threads": float(torch.get_num_threads()),
     }
 

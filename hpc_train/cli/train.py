@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class _Interrupted:
-    """Makes the first Ctrl-C a request to stop with a checkpoint. The second one ends the job."""
+    """Makes the first Ctrl-C a request to stop with a checkpoint. The second one ends at once."""
 
     def __init__(self) -> None:
         self._came = 0.0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 EXIT_CODES = (
     "exit codes: 0 finished; 75 stopped early with a checkpoint, run it again to resume; "
-    "2 the user's mistake; 1 any other error"
+    "2 the user's mistake; 130 interrupted by Ctrl-C; 1 any other error"
 )
 
 

@@ -1,4 +1,4 @@
-"""The 2-norm of gradients, by all cores of a rank, and exact to the last digits of float32."""
+"""The 2-norm of gradients. All cores of a rank compute it, and it keeps all digits of float32."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-ROW_NUMBERS = 1 << 14
-"""The number of numbers whose squares torch adds in one go.
+ROW_ELEMENTS = 1 << 14
+"""The length of the rows into which a tensor on a processor is cut.
 
-On a processor torch adds all squares of a tensor by one core, in the tensor's own type. In float32
-the norm of 50 million numbers is then off by some tenths of a percent, and differs between layouts
-of ranks as their tensors do. Norms of rows are computed by all cores, and put together in float64.
+One core adds all squares of a tensor there, and torch adds them in the tensor's own type. In
+float32 the norm of 50 million elements is then too small by 0.4 %. It also differs between layouts,
+because their tensors have other lengths. Here all cores compute norms of rows, which are put
+together in float64.
 """
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all numbers of some tensors, a float64 scalar on the device of the first one.
+    """The 2-norm of all elements of some tensors, a float64 scalar on the device of the first one.
 
-    It is not finite if one of the numbers is not.
+    It is not finite if one of the elements is not.
 
     Args:
         tensors: strided, of any shapes, dtypes and devices.
@@ -37,15 +38,15 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _norms(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Norms, each of one dimension, of all numbers of some tensors of one device and dtype."""
+    """Norms of parts, in tensors of one dimension. The given tensors have one device and dtype."""
     dtype = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else None
     small = list(tensors)
     if tensors[0].device.type == "cpu":
-        small = [one for one in tensors if one.numel() < ROW_NUMBERS]
+        small = [one for one in tensors if one.numel() < ROW_ELEMENTS]
         for one in tensors:
-            if (whole := one.numel() // ROW_NUMBERS * ROW_NUMBERS) > 0:
+            if (whole := one.numel() // ROW_ELEMENTS * ROW_ELEMENTS) > 0:
                 flat = one.detach().reshape(-1)
-                yield vector_norm(flat[:whole].view(-1, ROW_NUMBERS), dim=1, dtype=dtype)
+                yield vector_norm(flat[:whole].view(-1, ROW_ELEMENTS), dim=1, dtype=dtype)
                 small += [flat[whole:]] if whole < len(flat) else []
     if small:
         yield torch.stack(torch._foreach_norm(small, 2, dtype))

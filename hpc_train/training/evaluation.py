@@ -110,8 +110,8 @@ def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[
 def train_mode(model: nn.Module, *, tell: bool = False) -> None:
     """Put a model into train mode, but not parts that its user has put into eval mode.
 
-    Those are frozen, such as BatchNorm. But a whole model comes in eval mode from the functions of
-    other libraries that load it.
+    Such parts are frozen, as BatchNorm often is. A model that is in eval mode as a whole is put
+    into train mode as a whole, because other libraries load models so.
 
     Args:
         model: the model.
@@ -122,8 +122,8 @@ def train_mode(model: nn.Module, *, tell: bool = False) -> None:
         model.train()
     elif resting and tell:
         logger.info(
-            "%s of the model came in eval mode, and will stay so (%s%s); to train all of it, call "
-            "`model.train()` before",
+            "%s of the model came in eval mode and will stay so (%s%s); to train the whole model, "
+            "call `model.train()` before",
             plural(len(resting), "module"),
             ", ".join(name or "the model itself" for name in resting[:3]),
             ", ..." if len(resting) > 3 else "",

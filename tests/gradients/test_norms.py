@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.gradients.norms import ROW_NUMBERS, total_norm
+from hpc_train.gradients.norms import ROW_ELEMENTS, total_norm
 
 
 def draw(count, seed=0):
@@ -27,7 +27,7 @@ def test_a_large_tensor_loses_no_digits(dtype, near):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 3 * ROW_NUMBERS), max_size=6), st.booleans())
+@given(st.lists(st.integers(0, 3 * ROW_ELEMENTS), max_size=6), st.booleans())
 def test_it_does_not_depend_on_how_numbers_are_cut(sizes, turned):
     numbers = draw(sum(sizes)).float()
     parts = [part.reshape(-1, 1).t() if turned else part for part in numbers.split(sizes)]
@@ -42,9 +42,9 @@ def test_columns_of_a_matrix_and_complex_numbers_and_other_types_count():
     assert total_norm(tensors).item() == pytest.approx(expected, rel=1e-7)
 
 
-@pytest.mark.parametrize("at", [0, ROW_NUMBERS, 2 * ROW_NUMBERS + 5])
+@pytest.mark.parametrize("at", [0, ROW_ELEMENTS, 2 * ROW_ELEMENTS + 5])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_is_told(at, bad):
-    numbers = torch.ones(2 * ROW_NUMBERS + 9)
+    numbers = torch.ones(2 * ROW_ELEMENTS + 9)
     numbers[at] = bad
     assert not total_norm([torch.ones(3), numbers]).isfinite()

@@ -63,7 +63,7 @@ def test_a_limited_validation_takes_the_same_samples_on_every_layout(group, toge
 
 
 class Normed(nn.Module):
-    """Two layers of BatchNorm behind each other, the first of which may be frozen."""
+    """A BatchNorm that may be frozen, and one that is trained."""
 
     def __init__(self):
         super().__init__()
