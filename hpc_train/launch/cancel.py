@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_train import files
-from hpc_train.errors import UserError
+from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.launch.protocol import QUEUED, STOP
 
 
@@ -29,11 +30,12 @@ def cancel(run: Path, *, now: bool = False) -> str:
     made = [run / name for name in signs]
     if not tasks and not any(path.exists() for path in made):
         raise UserError(f"{run} is not a run directory", "give the run.dir of a job")
+    found = _found(run) if now else []  # some may end by the file before they are ended below
     for directory in tasks:
         write_stop(directory)
     stopped = write_stop(run)
     if now:
-        stopped = f"{run / STOP} written; {_ended(run)}; remove the file to resume"
+        stopped = f"{run / STOP} written; {_ended(run, found)}; remove the file to resume"
     return f"{stopped}, and {run / 'task-*' / STOP}" if tasks else stopped
 
 
@@ -46,9 +48,18 @@ def write_stop(run: Path) -> str:
     )
 
 
-def _ended(run: Path) -> str:
-    """End the jobs of a run; says which ones."""
+def _found(run: Path) -> list[str]:
+    """The jobs of a run in the queue; none if the scheduler does not answer."""
     from hpc_train.launch import queued  # here, because a plain `cancel` should start at once
+
+    with suppress(HpcTrainError):  # the file has to be written all the same
+        return [job.id for job in queued.still_queued(run)[1]]
+    return []
+
+
+def _ended(run: Path, found: list[str]) -> str:
+    """End the jobs of a run; says which ones, and which of those found earlier have ended."""
+    from hpc_train.launch import queued
 
     scheduler, jobs = queued.still_queued(run)
     if scheduler is None:
@@ -56,8 +67,9 @@ def _ended(run: Path) -> str:
             f"{run / STOP} is written, but {run / QUEUED} names no job to end now",
             "end it by the scheduler's own command",
         )
-    if not jobs:
+    if ids := [job.id for job in jobs]:
+        scheduler.delete(ids)
+    gone = [*dict.fromkeys([*found, *ids])]
+    if not gone:
         return "no job of the run is in the queue"
-    ids = [job.id for job in jobs]
-    scheduler.delete(ids)
-    return f"ended or removed from the queue: {', '.join(ids)}"
+    return f"ended or removed from the queue: {', '.join(gone)}"

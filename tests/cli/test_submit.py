@@ -667,6 +667,20 @@ def test_cancel_now_ends_the_jobs_that_are_left(desk, scheduler):
     assert len(desk.calls(end)) == 1
 
 
+def test_a_job_that_the_stop_file_has_ended_is_named_by_cancel_now(desk):
+    desk.scheduler("sbatch")
+    desk.command(
+        "squeue",
+        f"test -e {desk.folder}/runs/my/STOP && exit 0; echo '1|1|1|RUNNING|None|1:00|n1'",
+    )
+    desk.scheduler("scancel", says="")
+    assert desk.run("submit", "my.yaml").returncode == 0
+    done = desk.run("cancel", "--now", "runs/my")
+    assert done.returncode == 0, done.stderr
+    assert "ended or removed from the queue: 1" in done.stdout
+    assert not (desk.folder / "scancel.calls").exists()
+
+
 def test_cancel_now_says_what_it_cannot_do(desk):
     (desk.folder / "runs/my/checkpoints").mkdir(parents=True)
     done = desk.run("cancel", "--now", "runs/my")
