@@ -42,7 +42,7 @@ _REMEDIES = {
     ),
     errno.ENAMETOOLONG: "give a shorter name",
 }
-_NO_USERS_CODE = {"hpc_train", *sys.stdlib_module_names}
+_NO_USERS_CODE = {"hpc_train", "rich", *sys.stdlib_module_names}
 
 
 def plural(count: int, one: str, several: str = "") -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.cli.verb import COUNT, Parser
+from hpc_train.cli.verb import COUNT, Parser, make_console
 from hpc_train.errors import plural
 from hpc_train.times import time_text
 
@@ -282,11 +282,9 @@ def _write(
 
 def show_figures(figures: Sequence[CollectiveFigure]) -> None:
     """Print a table for each operation of each scope, and one that sums them up."""
-    from rich.console import Console
-
     from hpc_train.job.communication.figures import SCOPES
 
-    console = Console(highlight=False, width=TABLE_WIDTH)
+    console = make_console(TABLE_WIDTH)
     for scope, operation in dict.fromkeys((f.scope, f.operation) for f in figures):
         mine = [f for f in figures if (f.scope, f.operation) == (scope, operation)]
         console.print(f"\n{operation}, {SCOPES[scope]} ({plural(mine[0].ranks, 'rank')})")

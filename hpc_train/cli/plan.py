@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from hpc_train.cli.verb import COUNT, Parser, WithExamples, show_help, wants_help
+from hpc_train.cli.verb import COUNT, Parser, WithExamples, make_console, show_help, wants_help
 from hpc_train.errors import plural
 
 if TYPE_CHECKING:
@@ -331,6 +331,4 @@ def _table(texts: Sequence[str], numbers: Sequence[str], *, narrow: bool = False
 
 
 def _print(table: Table, width: int | None = None) -> None:
-    from rich.console import Console
-
-    Console(highlight=False, width=width).print(table)
+    make_console(width).print(table)

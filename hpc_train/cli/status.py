@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_train.cli.verb import COUNT, Parser
+from hpc_train.cli.verb import COUNT, Parser, make_console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,13 +65,12 @@ def _print(runs: Sequence[RunStatus], again: int | None) -> None:
 
 def _show(runs: Sequence[RunStatus], again: int | None) -> None:
     """Show the lines on a terminal, with curves if it has their characters."""
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     from hpc_train.launch.recent import BLOCKS
 
-    console = Console(highlight=False)
+    console = make_console()
     drawn = console.encoding.startswith("utf")
     width = max(8, min(MOST_CURVE, console.width - LEAST_REST)) if drawn else 0
 

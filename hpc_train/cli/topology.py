@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.cli.verb import Parser, show_help
+from hpc_train.cli.verb import Parser, make_console, show_help
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -123,9 +123,7 @@ def extents(placement: Placement) -> dict[str, dict[str, int]]:
 
 def draw(shown: dict[str, Any]) -> None:
     """Print the tree as text."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = make_console()
     sizes = " x ".join(f"{axis} {shown[axis]}" for axis in AXES)
     console.print(f"{sizes}, nodes: {len(shown['nodes'])}")
     console.print(_table(NODE_HEADS, _rank_rows(shown["nodes"])))

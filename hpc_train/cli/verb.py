@@ -13,6 +13,8 @@ from hpc_train.launch import IMAGE_TOOLS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console
+
 EXIT_CODES = (
     "exit codes: 0 finished; 75 stopped early with a checkpoint, run it again to resume; "
     "2 the user's mistake; 130 interrupted by Ctrl-C; 1 any other error"
@@ -128,3 +130,20 @@ def show_help(parser: ArgumentParser, arguments: Sequence[str]) -> int:
     """Print a verb's help; returns the exit code."""
     parser.print_help()
     return 0 if arguments else EXIT_USER
+
+
+def make_console(width: int | None = None) -> Console:
+    """A console of rich on standard output that leaves numbers and paths uncoloured.
+
+    If nobody reads the output any more, printing raises BrokenPipeError, as Python's `print` does.
+
+    Args:
+        width: columns of the output; None takes the terminal's.
+    """
+    from rich.console import Console
+
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            raise
+
+    return Piped(highlight=False, width=width)

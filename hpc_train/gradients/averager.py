@@ -24,6 +24,7 @@ from hpc_train.mpi import runtime
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
+from hpc_train.mpi.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from hpc_train.gradients.mpi import BucketAverager
@@ -199,6 +200,10 @@ def average_gradients(
         forget_recipes(model)
     if levels is not given:
         averager.at_close += [levels.close, levels.whole.close]
+    if group.size > 1 and options.hang_timeout > 0:
+        watchdog = Watchdog(group, options.hang_timeout)
+        watchdog.start()
+        averager.at_close.insert(0, watchdog.close)
     return averager
 
 

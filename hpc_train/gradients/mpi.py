@@ -19,6 +19,7 @@ from hpc_train.gradients import added
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.census import Facts, Place, told
 from hpc_train.gradients.filling import Filling
+from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.gradients.norms import total_norm
 from hpc_train.gradients.ownership import claim, disown, parameters_of, trained, trained_by
 from hpc_train.gradients.profile import Profile
@@ -89,8 +90,8 @@ class BucketAverager:
         self._zero_optimizer = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._step_hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            before_step(optimizer, self._before_step),
+            after_step(optimizer, lambda *_: self._after_step()),
         ]
 
     def _plan(self) -> None:

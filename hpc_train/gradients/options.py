@@ -64,6 +64,9 @@ class AveragingOptions:
         gates: for zero 3, the gates of this rank's stages, in the order of the forward pass.
         cores: processor cores for this rank alone (`Runtime.cores`).
         deterministic: measure nothing, so that each run sums in the same way.
+        hang_timeout: seconds that a rank waits for another before the job ends with an error that
+            names that rank; 0 disables it. Every wait of this package counts while the averager
+            exists.
     """
 
     engine: Engine = "auto"
@@ -81,6 +84,7 @@ class AveragingOptions:
     gates: Sequence[Gate] = ()
     cores: int = 1
     deterministic: bool = False
+    hang_timeout: float = 1800.0
 
     @property
     def spare_core(self) -> bool:

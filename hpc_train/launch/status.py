@@ -101,9 +101,16 @@ def _progress(run: Path, curves: int) -> list[str]:
             lines += [f"{before}{line}" for line in recent.curves(curves)] if curves else []
         for name in ("checkpoints/LATEST", "LATEST"):  # the second is a Loop's
             with suppress(OSError):
-                newest = (directory / name).read_text().strip()
-                lines.append(f"{before}newest checkpoint: {newest}")
+                lines.append(f"{before}{_newest_checkpoint(directory / name)}")
     return lines
+
+
+def _newest_checkpoint(latest: Path) -> str:
+    """The checkpoint that the file LATEST names, in words."""
+    name = latest.read_text(errors="replace").strip()
+    if name and (latest.parent / name).is_file():
+        return f"newest checkpoint: {name}"
+    return f"{latest} names no checkpoint that is there"
 
 
 def _costs(run: Path) -> list[str]:

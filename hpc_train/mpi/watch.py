@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from threading import Lock
 from types import TracebackType
 
 from hpc_train.mpi.phases import WAIT, StepPhases
@@ -25,6 +26,7 @@ class Watch:
         phases: how this rank's time is divided; a wait is a phase of its own.
         traffic: what this rank has communicated, by operation.
         polite: whether ranks that wait leave their cores to others, the same on all ranks.
+        ending: held by the one of several watchdogs that ends the job.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,7 @@ class Watch:
         self.phases = StepPhases()
         self.traffic = Traffic()
         self.polite = False
+        self.ending = Lock()
         self._next = ""
         self._outer: list[str] = []
 

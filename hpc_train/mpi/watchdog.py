@@ -239,6 +239,8 @@ class Watchdog:
         self._tell("ask", self.rank, self._number)
 
     def _conclude(self) -> None:
+        if not self.watch.ending.acquire(blocking=False):
+            return
         error = blame(self.rank, {**self._answers, self.rank: self._state()}, self.hosts)
         self._tell("end", error)
         print_error(error)

@@ -66,7 +66,10 @@ def start_engine(config: RunConfig, grid: ParallelGrid, device: torch.device) ->
 
 
 def options_of(section: GradientsSection, **more: Any) -> AveragingOptions:
-    """The averaging options of a configuration, and `more` options that it does not have."""
+    """The averaging options of a configuration, and `more` options that it does not have.
+
+    Its `hang_timeout` is 0, because loops and trainers watch over all their waits themselves.
+    """
     return AveragingOptions(
         engine=section.engine,
         bucket_bytes=section.bucket_bytes,
@@ -74,6 +77,7 @@ def options_of(section: GradientsSection, **more: Any) -> AveragingOptions:
         compression=section.compression,
         average_every=section.average_every,
         reduction=section.reduction,
+        hang_timeout=0.0,
         **more,
     )
 

@@ -23,6 +23,7 @@ from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import LossScaler, average_gradients
+from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.job.heartbeat import Heartbeat
 from hpc_train.job.leaving import Held
 from hpc_train.job.reporting import reporting
@@ -99,7 +100,7 @@ class Loop(Stepping):
             self.scaler = LossScaler(getattr(torch, options.precision), local)
 
         # The optimizer's step averages first. `_begin_step` comes before: it may refuse the step.
-        self._hooks.append(optimizer.register_step_pre_hook(self._begin_step))
+        self._hooks.append(before_step(optimizer, self._begin_step))
         try:
             memory = options.memory
             asked = options_of(
@@ -116,8 +117,8 @@ class Loop(Stepping):
             self._unhook()
             raise
         self._hooks += [
-            optimizer.register_step_pre_hook(self._clip_in_step),
-            optimizer.register_step_post_hook(self._end_step),
+            before_step(optimizer, self._clip_in_step),
+            after_step(optimizer, self._end_step),
         ]
         self.averager.at_close.append(self._unhook)
 

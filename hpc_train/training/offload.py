@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from hpc_train.errors import UserError
+from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.planning.schedules import size
 
 PAGE = 4096  # bytes: tensors begin at pages of their own
@@ -60,8 +61,8 @@ class OffloadedState:
                 state[slot] = self.place(parameter, slot)
             optimizer.state[parameter] = state
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._read_ahead()),
-            optimizer.register_step_post_hook(lambda *_: self._write_behind()),
+            before_step(optimizer, lambda *_: self._read_ahead()),
+            after_step(optimizer, lambda *_: self._write_behind()),
         ]
 
     def _parameters(self) -> Iterator[Parameter]:

@@ -27,7 +27,7 @@ PASSED_SIGNALS = signal.valid_signals() - {
 }
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Blocked at first in our own program, which unblocks them once it has loaded its libraries.
-HELD = (*END_SIGNALS[:3], signal.SIGUSR1, signal.SIGUSR2)
+HELD = (*END_SIGNALS[:2], signal.SIGUSR1, signal.SIGUSR2)
 SERVER_PATIENCE = 5.0  # seconds that a signal to end waits for a server that does not answer
 REQUEST_BYTES = 1 << 18  # largest request; a rank with a larger environment starts cold
 DESCRIPTORS = 250  # most descriptors in one message (SCM_MAX_FD is 253)

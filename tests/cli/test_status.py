@@ -37,6 +37,7 @@ def test_the_status_of_a_run(desk):
     run = desk.folder / "runs/my"
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2, "loss": 3.25}\n')
     (run / "checkpoints/LATEST").write_text("step-000000002.safetensors\n")
+    (run / "checkpoints/step-000000002.safetensors").touch()
     for words in (["runs/my"], []):
         done = desk.run("status", *words)
         assert done.returncode == 0, done.stderr
@@ -44,6 +45,9 @@ def test_the_status_of_a_run(desk):
         assert lines[:2] == ["runs/my", "    job 1 RUNNING 3:07 node[1-2]"]
         assert lines[2].startswith("    step 2, loss 3.25, recorded ")
         assert lines[3:] == ["    newest checkpoint: step-000000002.safetensors"]
+    (run / "checkpoints/LATEST").write_bytes(b"\xff\0")
+    last = desk.run("status", "runs/my").stdout.splitlines()[-1]
+    assert last == "    runs/my/checkpoints/LATEST names no checkpoint that is there"
 
 
 def test_the_status_tells_the_costs_and_the_schedulers_energy_if_no_other_is_known(desk):
@@ -228,6 +232,7 @@ def test_the_status_says_what_the_run_does(desk):
 
 def test_the_status_of_a_loop_has_its_checkpoint(desk):
     (desk.folder / "runs/my/LATEST").write_text("step-000000002.safetensors\n")
+    (desk.folder / "runs/my/step-000000002.safetensors").touch()
     lines = desk.run("status", "runs/my").stdout.splitlines()
     assert lines[2:] == ["    newest checkpoint: step-000000002.safetensors"]
 

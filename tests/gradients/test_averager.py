@@ -85,6 +85,29 @@ def test_step_averages_if_nobody_did(job, engine):
     averager.close()
 
 
+@pytest.mark.long  # torch.compile takes seconds to load
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile loads torch.jit
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"average_every": 2}], ids=str)
+def test_a_compiled_step_averages_as_another_one(job, options):
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        averager = average_gradients(
+            model, optimizer, job.world, AveragingOptions(engine="mpi", **options)
+        )
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        for number in range(5):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(number * job.world.size + job.world.rank)
+            model(torch.randn(4, 3, generator=generator).double()).square().mean().backward()
+            step()
+        averager.close()
+        results.append(model)
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=needs_horovod)])
 def test_the_plain_optimizer_keeps_the_state(job, engine):
     model = nn.Linear(2, 2).double()

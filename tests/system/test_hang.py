@@ -209,3 +209,53 @@ def test_ranks_that_wait_in_different_operations_are_told_apart(tmp_path):
     line = astray(tmp_path, (1, 2), "runtime.node.barrier()")
     assert line.startswith("all ranks wait for each other: rank 0 ")
     assert f"ranks 1-2 ({HOST}) for a barrier" in line
+
+
+BARE = """
+import torch, hpc_train
+from hpc_train.gradients import AveragingOptions, average_gradients
+
+def main(runtime):
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    averagers = [
+        average_gradients(model, optimizer, runtime.world, AveragingOptions(hang_timeout=4))
+        for model, optimizer in zip(models, optimizers)
+    ]
+    for step in range(9):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(model(torch.ones(4, 2)).sum() for model in models).backward()
+        if step == 3:
+            DOES
+        for optimizer in optimizers:
+            optimizer.step()
+    for averager in averagers:
+        averager.close()
+
+raise SystemExit(hpc_train.run(main))
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "shown"),
+    [
+        pytest.param(
+            "if runtime.world.rank == 2: averagers[0].close()",
+            f"; rank 2 ({HOST}) for ",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "if runtime.world.rank == 2: optimizers.reverse()",
+            "they took different paths",
+            marks=pytest.mark.long,
+        ),
+        ("if runtime.world.rank == 2: break", f"rank 2 ({HOST}) "),
+    ],
+    ids=["closes", "other-order", "leaves"],
+)
+def test_ranks_that_average_without_a_loop_do_not_wait_for_ever(tmp_path, does, shown):
+    (tmp_path / "bare.py").write_text(BARE.replace("DOES", does))
+    done = run("mpirun", "-np", "4", *python(str(tmp_path / "bare.py")), timeout=60)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert shown in only_line(done.stdout + done.stderr)
