@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from hpc_train.cli.verb import Parser
-    from hpc_train.data.prepare.partial import Dealing, Preparation
+    from hpc_train.data.prepare.dealing import Dealing
+    from hpc_train.data.prepare.partial import Preparation
     from hpc_train.mpi.group import Group
     from hpc_train.mpi.runtime import Runtime
 
@@ -63,7 +64,7 @@ def share_portions(
     Raises:
         HpcTrainError: a rank has failed; on all ranks.
     """
-    from hpc_train.data.prepare.partial import Dealing
+    from hpc_train.data.prepare.dealing import Dealing
     from hpc_train.mpi.agreement import settle
 
     dealing = Dealing(preparation, world.rank, world.size)

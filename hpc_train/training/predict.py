@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from hpc_train import files
+from hpc_train.data.prepare.dealing import Dealing
 from hpc_train.data.prepare.foreign import import_pyarrow
-from hpc_train.data.prepare.partial import Dealing, Preparation, ShardPortion
+from hpc_train.data.prepare.partial import Preparation, ShardPortion
 from hpc_train.data.tables.features import UNKNOWN, TableFeatures
 from hpc_train.data.tables.schema import Column, ColumnKind, TableSchema, parse_schema
 from hpc_train.data.tables.sources import list_tables, read_rows, table_columns

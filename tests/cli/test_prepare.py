@@ -16,7 +16,7 @@ import pytest
 
 from hpc_train.cli.prepare import prepare_together
 from hpc_train.data.prepare import work as prepare
-from hpc_train.data.prepare.partial import FAILED
+from hpc_train.data.prepare.dealing import FAILED
 from hpc_train.data.prepare.request import text_request
 from hpc_train.data.prepare.work import prepare_text
 from hpc_train.errors import DataError

@@ -18,7 +18,7 @@ from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import read_manifest
 from hpc_train.data.prepare import texts as text_files
 from hpc_train.data.prepare import work as prepare
-from hpc_train.data.prepare.partial import Dealing
+from hpc_train.data.prepare.dealing import Dealing
 from hpc_train.data.prepare.portions import whole_parts
 from hpc_train.data.prepare.request import text_request
 from hpc_train.data.prepare.work import prepare_text

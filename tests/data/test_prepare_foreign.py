@@ -10,8 +10,8 @@ import pytest
 
 from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import read_manifest
+from hpc_train.data.prepare.dealing import Dealing
 from hpc_train.data.prepare.foreign import TokenLayout
-from hpc_train.data.prepare.partial import Dealing
 from hpc_train.data.prepare.request import tokens_request
 from hpc_train.data.prepare.work import begun, finish, work
 from hpc_train.data.shards import TokenDataset

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hpc_train.data.check import check_shards
-from hpc_train.data.prepare.partial import Dealing
+from hpc_train.data.prepare.dealing import Dealing
 from hpc_train.data.tables import stage_rows, statistics
 from hpc_train.data.tables.fixed import FeatureOptions
 from hpc_train.data.tables.prepare_table import STAGES, begun_table, prepare_table, work_on

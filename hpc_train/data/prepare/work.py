@@ -23,15 +23,14 @@ import numpy as np
 from hpc_train import files
 from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import Manifest, Shard, parse_manifest
+from hpc_train.data.prepare.dealing import Dealing, make_portions
 from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
 from hpc_train.data.prepare.partial import (
     PLAN,
-    Dealing,
     Preparation,
     ShardPortion,
     held_partial,
     load_plan,
-    make_portions,
     publish,
     store_plan,
     writing_to,

@@ -22,12 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpc_train.data.prepare.dealing import Dealing, make_portions
 from hpc_train.data.prepare.partial import (
-    Dealing,
     Preparation,
     ShardPortion,
     held_partial,
-    make_portions,
     publish,
     writing_to,
 )

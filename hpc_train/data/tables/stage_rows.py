@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from hpc_train import files
-from hpc_train.data.prepare.partial import Dealing, Preparation, ShardPortion
+from hpc_train.data.prepare.dealing import Dealing
+from hpc_train.data.prepare.partial import Preparation, ShardPortion
 from hpc_train.data.tables.features import RawColumns
 from hpc_train.data.tables.row_files import write_batch
 from hpc_train.data.tables.sources import count_quotes, cut_tables, read_rows, settle_quotes

@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hpc_train import files
-from hpc_train.data.prepare.partial import Dealing, Preparation, ShardPortion
+from hpc_train.data.prepare.dealing import Dealing
+from hpc_train.data.prepare.partial import Preparation, ShardPortion
 from hpc_train.data.tables.features import RawColumns, TableFeatures
 from hpc_train.data.tables.fixed import candidate_features, fix_features
 from hpc_train.data.tables.row_files import lost_rows, read_batches

@@ -17,9 +17,9 @@ from typing import Any
 
 from hpc_train import files
 from hpc_train.data.check import check_shard
+from hpc_train.data.prepare.dealing import Dealing
 from hpc_train.data.prepare.partial import (
     PLAN,
-    Dealing,
     Preparation,
     ShardPortion,
     load_plan,
