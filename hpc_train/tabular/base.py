@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any, Self
@@ -77,7 +79,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
                 Without `runtime` it is a SystemExit with the code 75.
         """
         files = self.run_dir is not None
-        with fitting_runtime(runtime, files=files) as job:
+        with _unchanged_by_errors(self), fitting_runtime(runtime, files=files) as job:
             with checking(job.world):
                 settings = FitSettings(**{name: getattr(self, name) for name in PARAMETERS})
                 settings.check()
@@ -202,6 +204,18 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         tags.input_tags.categorical = True
         # Texts are taken, too. The tag `string` would also promise that objects of any type are.
         return tags
+
+
+@contextmanager
+def _unchanged_by_errors(estimator: object) -> Iterator[None]:
+    """Undo what a block has set in an estimator if it fails, so that an earlier fit stays whole."""
+    before = dict(vars(estimator))
+    try:
+        yield
+    except BaseException:
+        vars(estimator).clear()
+        vars(estimator).update(before)
+        raise
 
 
 def _weights(sample_weight: Any, y: np.ndarray) -> np.ndarray:

@@ -65,6 +65,14 @@ def test_columns_are_found_by_name_and_unknown_categories_are_taken(customer_mod
         made.predict(X.assign(months="many"))
 
 
+def test_a_fit_that_fails_leaves_the_earlier_one(customer_model):
+    made, X, _ = customer_model
+    expected = made.predict_proba(X)
+    with pytest.raises(ValueError, match="class"):
+        made.fit(X[["plan"]], np.zeros(len(X), int))
+    np.testing.assert_array_equal(made.predict_proba(X), expected)
+
+
 @pytest.mark.parametrize("copied", [pickle, joblib], ids=lambda module: module.__name__)
 def test_a_copy_on_disk_predicts_the_same_and_holds_plain_arrays(customer_model, copied, tmp_path):
     made, X, _ = customer_model
