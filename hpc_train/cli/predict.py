@@ -112,17 +112,20 @@ def column_names(text: str) -> tuple[str, ...]:
     """The names of columns in the value of --columns.
 
     Raises:
-        ConfigError: it is no line of CSV.
+        ConfigError: it is no line of CSV, or names a column twice.
     """
     import csv
 
     try:
-        return tuple(next(csv.reader([text], strict=True), ()))
+        names = tuple(next(csv.reader([text], strict=True), ()))
     except csv.Error as error:
         raise ConfigError(
             f"--columns {text!r} cannot be read ({error})",
             "quote a name with a comma, a quote or a line end as in CSV",
         ) from None
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--columns names {twice[0]!r} twice", "name it once")
+    return names
 
 
 def predict_together(

@@ -47,6 +47,12 @@ def check_best(
     if validated and section.every and math.lcm(section.every, validated) <= last_step:
         return
     why = f"data.validation_every is {validated}" if held_out else "nothing is held out"
+    if validated and section.every and section.every % validated == 0:
+        raise ConfigError(
+            f"checkpoint.keep_best is {section.keep_best}, but the first checkpoint with a loss of "
+            f"validation is that of step {section.every}, and the last step is {last_step}",
+            "train for more steps, or leave checkpoint.keep_best out",
+        )
     raise ConfigError(
         f"checkpoint.keep_best is {section.keep_best}, but no checkpoint before the last will have "
         f"a validation loss: checkpoint.every is {section.every}, and {why}",

@@ -325,6 +325,8 @@ def test_mistakes_end_with_one_line(trained, tmp_path):
 def test_names_of_columns_are_quoted_as_in_csv():
     assert column_names('id,"a, b","c\nd"') == ("id", "a, b", "c\nd")
     assert column_names("") == ()
+    with pytest.raises(ConfigError, match="names 'a' twice"):
+        column_names("a,b,a")
     for wrong in ("a\nb", 'id,"a'):
         with pytest.raises(ConfigError, match=r"--columns .* cannot be read .*: quote a name"):
             column_names(wrong)

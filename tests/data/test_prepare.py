@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import logging
 import os
 import random
 import re
@@ -170,6 +171,23 @@ def test_a_folder_without_text(tmp_path):
     (folder / "binary").write_bytes(b"\0")
     with pytest.raises(DataError, match="no text in the 1 file that was given"):
         prepare_text([folder], tmp_path / "out")
+
+
+def test_byte_order_marks_are_no_text_and_skipped_files_are_named(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    folder = tmp_path / "given"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"\xef\xbb\xbfone\n")
+    (folder / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "two"}\n')
+    (folder / "c.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfthree\n"))
+    (folder / "latin").write_bytes(b"caf\xe9\n")
+    (folder / "empty").touch()
+    prepare_text([folder], tmp_path / "out")
+    (shard,) = (tmp_path / "out").glob("*.h5")
+    with h5py.File(shard) as file:
+        assert sorted(bytes(file["tokens"][:]).split(b"\0")) == [b"", b"one\n", b"three\n", b"two"]
+    assert f"skipped 1 file that is not UTF-8 text, such as {folder}/latin" in caplog.text
+    assert f"skipped 1 file that is empty, such as {folder}/empty" in caplog.text
 
 
 @pytest.mark.parametrize(

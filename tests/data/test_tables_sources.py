@@ -151,6 +151,33 @@ def test_types_of_parquet_become_numbers_and_dates(tmp_path):
     assert np.isnan(second).all()
 
 
+def test_equal_values_have_one_text_whatever_their_type(tmp_path):
+    """So groups and categories are the same in files that other programs have written."""
+    days = np.array(["2024-01-01", "2024-01-01T12:30", "NaT"], "datetime64[s]")
+    tenths, whole = np.array([0.1, 2.0, np.nan]), np.array([2, 10**16, 7])
+    cents = [Decimal("0.10"), Decimal("2.00"), None]
+    texts = {
+        "day": ["2024-01-01", "2024-01-01T12:30:00", None],
+        "tenths": ["0.1", "2", None],
+        "whole": ["2", "10000000000000000", "7"],
+    }
+    files = {
+        "ms": (days.astype("datetime64[ms]"), tenths.astype(np.float32), whole.astype(np.float64)),
+        "us": (days.astype("datetime64[us]"), pa.array(cents, pa.decimal128(9, 2)), whole),
+        "ns": (days.astype("datetime64[ns]"), tenths, pa.array([Decimal(int(w)) for w in whole])),
+    }
+    for name, columns in files.items():
+        table = pa.table([pa.array(column) for column in columns], [*texts])
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        if name != "us" and all(isinstance(column, np.ndarray) for column in columns):
+            np.savez(tmp_path / f"{name}.npz", **dict(zip(texts, columns, strict=True)))
+    schema = schema_of(**dict.fromkeys(texts, "categorical"))
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == 4
+    for path in paths:
+        assert rows_of(path, schema) == [*zip(*texts.values(), strict=True)], path.name
+
+
 def test_wrong_rows_of_parquet_are_told_with_their_number_or_counted(tmp_path):
     texts = ["1"] * 250 + ["x"] + ["2"] * 50
     table = pa.table({"n": texts, "b": pa.array([b"\xff"] * 2 + [b"y"] * 299)})

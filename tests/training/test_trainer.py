@@ -353,22 +353,23 @@ def test_all_ranks_stop_at_an_infinite_loss(job, together):
 
 
 @pytest.mark.parametrize(
-    ("options", "fine"),
+    ("options", "told"),
     [
-        (["--checkpoint.every", "3", "--data.validation_every", "3"], True),
-        (["--checkpoint.every", "3", "--data.validation_every", "1"], True),
-        (["--checkpoint.every", "0", "--checkpoint.minutes", "1"], True),
-        (["--checkpoint.every", "3", "--data.validation_every", "4"], False),
-        (["--checkpoint.every", "3", "--data.validation_every", "0"], False),
-        (["--checkpoint.every", "0"], False),
+        (["--checkpoint.every", "3", "--data.validation_every", "3"], ""),
+        (["--checkpoint.every", "3", "--data.validation_every", "1"], ""),
+        (["--checkpoint.every", "0", "--checkpoint.minutes", "1"], ""),
+        (["--checkpoint.every", "3", "--data.validation_every", "4"], r"set data\."),
+        (["--checkpoint.every", "3", "--data.validation_every", "0"], r"set data\."),
+        (["--checkpoint.every", "0"], r"set data\."),
+        (["--run.steps", "2"], "that of step 3, and the last step is 2: train for more steps"),
     ],
 )
-def test_keep_best_needs_a_validation_before_each_checkpoint(tmp_path, options, fine):
+def test_keep_best_needs_a_validation_before_each_checkpoint(tmp_path, options, told):
     settings = config(tmp_path, "--checkpoint.keep_best", "2", *options)
-    if fine:
+    if not told:
         make(settings, alone())
         return
-    with pytest.raises(ConfigError, match=r"keep_best is 2, but no checkpoint before.*set data\."):
+    with pytest.raises(ConfigError, match=rf"keep_best is 2, but .*{told}"):
         make(settings, alone())
 
 

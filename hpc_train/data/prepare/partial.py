@@ -117,7 +117,7 @@ def writing_to(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot write {target}: {error.strerror or error}",
+            f"cannot write {target}: {error.strerror or f'a write was cut short ({error})'}",
             "free some space, or get permission to write there; the same command then continues",
         ) from error
 

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 TEXT_PIECE_BYTES = 1 << 20  # of text that is encoded at once
 LINE_BYTES = 4096
 SNIFFED_BYTES = 1 << 16  # of each file, to see whether it is text
+NAMES_LOGGED = 5
 SNIFFERS = 8  # threads; a file system over a network takes milliseconds to open a file
 
 
@@ -87,9 +88,14 @@ def only_texts(listed: Sequence[InputFile]) -> list[InputFile]:
             f"no text in the {plural(len(listed), 'file that was', 'files that were')} given",
             "give files or folders of UTF-8 text",
         )
-    if len(texts) < len(listed):
-        skipped = plural(len(listed) - len(texts), "file that is", "files that are")
-        logger.info("skipped %s not UTF-8 text", skipped)
+    taken = {file.path for file in texts}
+    for why, skipped in (
+        ("empty", [file.path for file in listed if not file.size]),
+        ("not UTF-8 text", [file.path for file in listed if file.size and file.path not in taken]),
+    ):
+        if skipped:
+            count = plural(len(skipped), "file that is", "files that are")
+            logger.info("skipped %s %s, such as %s", count, why, ", ".join(skipped[:NAMES_LOGGED]))
     return texts
 
 
@@ -192,8 +198,10 @@ def _tokens(encoded: Sequence[int] | bytes, recipe: TokenRecipe) -> np.ndarray:
 
 def _pieces_of(part: InputPart, stream: io.BufferedReader) -> Iterator[tuple[bytes, bool, bool]]:
     """The pieces of a text. With each it says whether the text begins or ends with it."""
-    first = part.first
-    for piece in _pieces(stream, None if part.file.compressed else part.nbytes):
+    first, nbytes = part.first, part.nbytes
+    if first and stream.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+        nbytes -= len(stream.read(len(codecs.BOM_UTF8)))  # it says that the file is UTF-8
+    for piece in _pieces(stream, None if part.file.compressed else nbytes):
         if part.file.compressed and not _is_utf8(io.BytesIO(piece), len(piece)):
             raise DataError(
                 f"{part.file.path} is not UTF-8 text all through", "convert it, or leave it out"
@@ -260,7 +268,7 @@ def _text_of(line: bytes, key: str) -> bytes:
         ValueError: it has none.
     """
     try:
-        tree = json.loads(line.decode("utf-8"))
+        tree = json.loads(line.decode("utf-8-sig"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(tree, dict) or not isinstance(tree.get(key), str):

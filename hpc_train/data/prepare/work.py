@@ -37,7 +37,7 @@ from hpc_train.data.prepare.partial import (
 )
 from hpc_train.data.prepare.portions import bytes_per_token, cut_portions, read_part, whole_parts
 from hpc_train.data.prepare.request import PrepareRequest, text_request
-from hpc_train.data.prepare.texts import is_text_part
+from hpc_train.data.prepare.texts import NAMES_LOGGED, is_text_part
 from hpc_train.data.tokenizer import BYTES, Tokenizer, loads
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError, plural
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 LARGEST_SHARD = 1.5  # a portion of more shards than this is cut
-NAMES_LOGGED = 5
 FIRST_TOKENS = 1 << 20  # room in a shard's buffer, which grows
 
 

@@ -1,8 +1,9 @@
 """The values of a column become raw numbers and texts; those that cannot are told with a cause.
 
 Numbers in a categorical column become texts. A csv file's text stays as it is. In the other formats
-a whole number is written without a point, so 1 and 1.0 are both "1"; other numbers are written as
-Python's str() does, truth values as True and False, and dates in ISO 8601.
+equal values have the same text, whatever their type: a whole number is written without a point, so
+1 and 1.0 are both "1"; other numbers are written as Python's str() does, truth values as True and
+False. Dates are in ISO 8601, without a time at midnight and without zeros at the end of a fraction.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,10 @@ CAUSES = {
 TRUTH = {"true": 1.0, "false": 0.0}
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SHOWN = 40  # characters of a wrong value that a message has
-EXACT = float(1 << 53)  # below it a float is a whole number exactly
+WIDEST = 1 << 64  # no column of whole numbers has a larger one
 LAST_CHARACTER = 0x10FFFF
+COARSE = ("Y", "M", "W", "D", "h", "m")  # units of dates above a second
+MIDNIGHT = "T00:00:00"
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -143,7 +147,12 @@ def canonical_text(value: Any) -> str | None:
     """The text of a number or a truth value in a categorical column; None for None and NaN."""
     if value is None or value != value:
         return None
-    whole = isinstance(value, float) and abs(value) < EXACT and value == int(value)
+    if isinstance(value, Decimal):
+        near = float(value)
+        if Decimal(str(near)) != value and value != int(value):  # it has more digits than a float
+            return format(value.normalize(), "f")
+        value = near if value != int(value) else int(value)
+    whole = isinstance(value, float) and abs(value) < WIDEST and value == int(value)
     return str(int(value)) if whole else str(value)
 
 
@@ -173,8 +182,20 @@ def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> 
 def _canonical(different: np.ndarray) -> list[str | None]:
     """The texts of numbers, truth values or dates in a categorical column; None for no value."""
     if different.dtype.kind == "M":
-        return [None if one == "NaT" else one for one in np.datetime_as_string(different).tolist()]
+        if np.datetime_data(different.dtype)[0] in COARSE:
+            different = different.astype("datetime64[s]")
+        return [_date_text(one) for one in np.datetime_as_string(different).tolist()]
+    if different.dtype.kind == "f" and different.itemsize < 8:
+        different = different.astype(str).astype(np.float64)  # 0.1 is 0.1, not 0.10000000149
     return [canonical_text(one) for one in different.tolist()]
+
+
+def _date_text(text: str) -> str | None:
+    """A date as NumPy writes it, without what its unit alone has added; None for no date."""
+    if text == "NaT":
+        return None
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return text.removesuffix(MIDNIGHT)
 
 
 def _dates(values: np.ndarray) -> npt.NDArray[np.float64]:
@@ -228,6 +249,8 @@ def _from_dictionary(pa: Any, array: Any, kind: ColumnKind, missing: Sequence[st
         return from_different(_canonical(_moments(different)), codes, kind, ())
     if not _is_number(pa, different.type):
         raise DataError(f"is of type {array.type}", "give it the kind ignored in the schema")
+    if pa.types.is_float16(different.type) or pa.types.is_float32(different.type):
+        return from_different(_canonical(different.to_numpy()), codes, kind, ())
     return from_different([canonical_text(v) for v in different.to_pylist()], codes, kind, ())
 
 

@@ -21,6 +21,7 @@ TableFormat = Literal["csv", "parquet", "npz", "hdf5"]
 WrongPolicy = Literal["raise", "count"]
 BATCH_ROWS = 1 << 16  # the most rows of a batch
 SAMPLED_ROWS = 4096  # of a row group, or of arrays
+CSV_NAMES = "the first line of a csv file has the names of its columns"
 SHOWN_NAMES = 20  # in a message
 PORTION_BYTES = 8 << 20  # of a file; a portion is read by one rank
 
@@ -143,12 +144,12 @@ def check_names(file: TableFile, found: list[str], expected: list[str]) -> None:
     if "" in found:
         raise DataError(
             f"{file.path}: column {found.index('') + 1} has no name",
-            "the first line of a csv file has the names of its columns; add it, or the name",
+            "add it" if file.format != "csv" else f"{CSV_NAMES}; add it, or the name",
         )
     if twice := repeated(found):
         raise DataError(
             f"{file.path} has two columns named {twice[0]!r}",
-            "rename one of them; the first line of a csv file has the names of its columns",
+            "rename one of them" + f"; {CSV_NAMES}" * (file.format == "csv"),
         )
     here, wanted = set(found), set(expected)
     fewer = [name for name in expected if name not in here]
