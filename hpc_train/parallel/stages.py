@@ -22,8 +22,13 @@ from torch import Tensor, nn
 from hpc_train.errors import UserError
 from hpc_train.models.gate import Gate
 from hpc_train.parallel.divide import divide
+from hpc_train.parallel.received import depends_on_received, received
 from hpc_train.parallel.tensor import matching
 
+APART = (
+    "let a stage use only the result of the stage before; modules that a skip connection spans can "
+    "be one stage"
+)
 REMEDY = "let it call each of its `stages` once and in order, with the result of the stage before"
 
 
@@ -107,6 +112,7 @@ class Stages:
                 return leave.activation
         if cursor.due < len(self.names):
             raise UserError(f"the forward pass did not reach {self._due(cursor)}", REMEDY)
+        self._check_own(cursor, "the end of the forward pass", result)
         return result
 
     def recomputing(
@@ -143,15 +149,19 @@ class Stages:
         if not cursor.again:
             self._check(cursor, position, args)
             cursor.due += 1
+        if position > cursor.run[0] and not cursor.again:
+            self._check_own(cursor, f"stage {name}", (args, how))
         if position > cursor.run[-1]:
             self._check_gradient(cursor, args[0])
             raise _Leave(args[0])
         if position < cursor.run[0]:
             # A new tensor each time, as a wrapper of the module may make it part of a graph.
             assert cursor.activation is not None
-            return cursor.activation.detach().requires_grad_(cursor.activation.requires_grad)
+            return received(cursor.activation)
         if position == cursor.run[0] and cursor.activation is not None:
             args = (cursor.activation, *args[1:])
+            if not cursor.again:
+                self._check_own(cursor, f"stage {name}", (args, how))
         assert original is not None  # a run has modules of this rank only
         return original(*args, **how)
 
@@ -161,6 +171,16 @@ class Stages:
             raise UserError(f"the forward pass calls {name} before {self._due(cursor)}", REMEDY)
         if position > 0 and not (args and isinstance(args[0], Tensor)):
             raise UserError(f"the first argument of stage {name} is not a tensor", REMEDY)
+
+    def _check_own(self, cursor: Cursor, where: str, values: Any) -> None:
+        """Refuse values that depend on stages of other ranks, beside the activation."""
+        if depends_on_received(values):
+            before = self.names[cursor.run[0]]
+            raise UserError(
+                f"{where} uses a result of stages before {before}, from another rank; only "
+                "the result of the stage directly before reaches a stage",
+                APART,
+            )
 
     def _check_gradient(self, cursor: Cursor, activation: Tensor) -> None:
         """Refuse an activation that needs a gradient and was computed without one."""

@@ -133,6 +133,61 @@ def test_a_forward_pass_that_does_not_match_the_stages_is_refused(how, says, ran
         passed_on(parts(Wrong(how), ranks), 1, torch.randn(2, 3).double())
 
 
+class Skipping(User):
+    """Uses the result of its first stage again, or what does not depend on its numbers."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.first = nn.Linear(3, 5).double()
+        self.middle = nn.ModuleList(Scaled(5, 5) for _ in range(4)).double()
+        self.last = nn.Linear(5, 2).double()
+
+    def forward(self, x):
+        scale = shift = x.sum()
+        first = h = self.first(x)
+        for number, layer in enumerate(self.middle):
+            match self.how:
+                case "sum" if number == 3:
+                    h = h + first
+                case "in-place" if number == 3:
+                    h = h.clone()
+                    h.add_(first)
+                case "argument":
+                    shift = first.mean()
+                case "kept":
+                    joined = first.new_zeros(h.shape)
+                    joined[:, :1] = first[:, :1]
+                    shift = joined
+                case "form":
+                    shift = torch.ones_like(first) * first.size(1) + x.sum().type_as(first)
+            h = layer(h, scale, shift=shift)
+        loss = self.last(h).square().mean()
+        return loss + first.mean() if self.how == "loss" else loss
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("sum", r"stage middle\.3"),
+        ("in-place", r"stage middle\.3"),
+        ("argument", r"stage middle\.\d"),
+        ("kept", r"stage middle\.\d"),
+        ("loss", "the end of the forward pass"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_a_result_that_skips_a_rank_is_refused(how, where, ranks):
+    with pytest.raises(UserError, match=f"{where} uses a result of stages before "):
+        passed_on(parts(Skipping(how), ranks), 1, torch.randn(2, 3).double())
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("sum", 1), ("loss", 1), ("form", 2), ("form", 6)])
+def test_a_skip_in_one_rank_and_forms_of_results_are_taken(how, ranks):
+    model, x = Skipping(how), torch.randn(2, 3).double()
+    assert torch.equal(passed_on(parts(model, ranks), 1, x), model(x))
+
+
 def test_outside_of_a_pass_own_stages_compute_and_others_are_refused():
     model, x = User(), torch.randn(2, 3).double()
     expected = model.first(x)

@@ -1,0 +1,59 @@
+"""Finds out whether a forward pass uses the result of a stage that another rank has computed.
+
+A rank of a pipeline has one activation, that from the rank before. It stands for the results of all
+stages before this rank's, so what is computed from it may be passed to a stage only in a place that
+this activation takes. Elsewhere, as in a skip connection over several ranks, it would be a wrong
+number without a gradient. So its type marks it, and what is computed from it has this type, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+# Results that depend on the shape and the type of a tensor, and not on its numbers.
+_FORMS = {*(getattr(torch, name) for name in _LIKE), *(getattr(Tensor, name) for name in _NEW)}
+# The same is true of the second argument of these.
+_AS = {getattr(Tensor, name) for name in ("type_as", "to", "expand_as", "view_as", "reshape_as")}
+
+
+class Received(Tensor):
+    """An activation of another rank, or what was computed from one."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Carry out an operation, and mark its result unless no number in it was received."""
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func in _FORMS or (func in _AS and not isinstance(args[0], Received)):
+            return tree_map(_plain, result)
+        target = args[0] if args else None
+        if _in_place(func) and type(target) is Tensor:
+            target.__class__ = Received
+        return result
+
+
+def received(activation: Tensor) -> Tensor:
+    """A new tensor with the numbers of an activation that marks what is computed from it."""
+    marked = activation.detach().as_subclass(Received)
+    return marked.requires_grad_(activation.requires_grad)
+
+
+def depends_on_received(values: Any) -> bool:
+    """Whether a tensor among some values is, or was computed from, a `received` one."""
+    return any(isinstance(value, Received) for value in tree_leaves(values))
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, Received) else value
+
+
+def _in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
