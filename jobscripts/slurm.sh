@@ -85,6 +85,7 @@ end() { # note how the job ends, and end it
         echo "$why: it is not queued again. To continue: $resume_by"
     fi
     local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//[[:cntrl:]]/ }")
     text=("${text[@]//\\/\\\\}")
     text=("${text[@]//\"/\\\"}")
     printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
@@ -97,7 +98,12 @@ fail() { # WHAT HAS FAILED
     echo "$why: nothing is started"
     end
 }
-if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
+trap 'trap - EXIT; fail setup' EXIT # the setup may call exit, or have said `set -e`
+setup
+code=$?
+trap - EXIT
+set +eu +o pipefail # as the rest needs it
+if [ "$code" -ne 0 ] && [ -z "$signalled" ]; then # a signal to the job ends a command of the setup, too
     fail setup
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
@@ -227,6 +233,12 @@ else
 fi
 [ -z "$why" ] || end
 
+queue_by() { # COMMAND that queues the job: set next to the new job's id
+    local answer
+    answer=$("$@") || return
+    next=$(sed -En 's|^(Submitted batch job )?([0-9]+)(;.*)?$|\2|p' <<<"$answer" | tail -n 1)
+    [ -n "$next" ] || why="the job may be in the queue, but no job id was told: $answer"
+}
 # A job that SLURM may queue again by itself is queued again by SLURM alone: a new one could be a second.
 if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
     why="\`scontrol requeue\` failed"
@@ -234,8 +246,7 @@ if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
 else
     why="sbatch failed"
     unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
-    next=$(HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}") || next=
-    next=${next%%;*} # without the cluster's name
+    queue_by env HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}"
 fi
 if [ -n "$next" ]; then
     why=

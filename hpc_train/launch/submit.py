@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.errors import SetupError, UserError
+from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch.batch import text
 from hpc_train.launch.compose import COPY, make
 from hpc_train.launch.protocol import STOP
@@ -76,7 +76,11 @@ def submit(request: SubmitRequest) -> Submission:
             path.chmod(0o755)
             write_tasks(run_dir, tasks)
         for _ in range(request.chain):
-            queued = scheduler.queue(batch, after=ids[-1] if ids else "")
+            try:
+                queued = scheduler.queue(batch, after=ids[-1] if ids else "")
+            except HpcTrainError as error:
+                before = f"; queued before that: {', '.join(ids)}" if ids else ""
+                raise type(error)(f"{error.cause}{before}", error.remedy) from error
             for task, job in enumerate(queued, scheduler.first_task):
                 record_queued(run_dir, batch.scheduler, job, task if len(queued) > 1 else None)
             ids += queued

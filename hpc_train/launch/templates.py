@@ -52,6 +52,7 @@ def script(scheduler: Scheduler, directives: Sequence[str], batch: BatchJob) -> 
         staging=batch.staging is not None,
         early=list(scheduler.early),
         late=list(scheduler.late),
+        id_line=scheduler.id_line,
     )
 
 

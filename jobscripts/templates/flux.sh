@@ -37,5 +37,5 @@ answer=
 #% endblock %#
 #% block queue %#
 why="flux batch failed"
-next=$(HPC_TRAIN_QUEUED=$((count + 1)) HPC_TRAIN_TASK=$task timeout -s KILL 60 "$flux" --parent batch "$script") || next=
+queue_by env "HPC_TRAIN_QUEUED=$((count + 1))" "HPC_TRAIN_TASK=$task" timeout -s KILL 60 "$flux" --parent batch "$script"
 #% endblock %#

@@ -47,6 +47,7 @@ end() { # note how the job ends, and end it
         echo "$why: it is not queued again. To continue: $resume_by"
     fi
     local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//[[:cntrl:]]/ }")
     text=("${text[@]//\\/\\\\}")
     text=("${text[@]//\"/\\\"}")
     printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
@@ -59,7 +60,12 @@ fail() { # WHAT HAS FAILED
     echo "$why: nothing is started"
     end
 }
-if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
+trap 'trap - EXIT; fail setup' EXIT # the setup may call exit, or have said `set -e`
+setup
+code=$?
+trap - EXIT
+set +eu +o pipefail # as the rest needs it
+if [ "$code" -ne 0 ] && [ -z "$signalled" ]; then # a signal to the job ends a command of the setup, too
     fail setup
 fi
 #% block threads %#
@@ -166,6 +172,14 @@ else
 fi
 [ -z "$why" ] || end
 
+#% if id_line %#
+queue_by() { # COMMAND that queues the job: set next to the new job's id
+    local answer
+    answer=$("$@") || return
+    next=$(sed -En 's|^#= id_line =#$|\2|p' <<<"$answer" | tail -n 1)
+    [ -n "$next" ] || why="the job may be in the queue, but no job id was told: $answer"
+}
+#% endif %#
 #% block queue %#
 #% endblock %#
 if [ -n "$next" ]; then

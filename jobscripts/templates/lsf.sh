@@ -37,6 +37,5 @@ state=
 #% endblock %#
 #% block queue %#
 why="bsub failed"
-next=$(HPC_TRAIN_QUEUED=$((count + 1)) HPC_TRAIN_TASK=$task timeout -s KILL 60 "$bsub" <"$script") || next=
-next=$(sed -n 's/.*Job <\([0-9]*\)> is submitted to .*queue.*/\1/p' <<<"$next")
+queue_by env "HPC_TRAIN_QUEUED=$((count + 1))" "HPC_TRAIN_TASK=$task" timeout -s KILL 60 "$bsub" <"$script"
 #% endblock %#

@@ -53,12 +53,13 @@ ask() {
 why="qsub failed"
 terminated=
 trap 'terminated=1' TERM
+# shellcheck disable=SC2329
 submit() { # PBS signals all processes of a job, and timeout has its command take SIGTERM
     trap '' TERM
     timeout -s KILL 60 bash -c 'trap "" TERM; exec "$@"' - \
         "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script"
 }
-next=$(submit) || next=
+queue_by submit
 trap '' TERM
 if [ -n "$terminated" ] && [ -n "$next" ] && ask && [ -n "$reason" ] && timeout -s KILL 5 "$qdel" "$next"; then
     why=$reason

@@ -108,7 +108,6 @@ if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
 else
     why="sbatch failed"
     unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
-    next=$(HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}") || next=
-    next=${next%%;*} # without the cluster's name
+    queue_by env HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}"
 fi
 #% endblock %#

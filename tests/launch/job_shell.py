@@ -48,7 +48,7 @@ for last; do :; done
 mkdir new || exit
 case {name} in
     bsub) echo "Job <8> is submitted to queue <q>." ;;
-    *) echo 8 ;;
+    *) cat banner 2>/dev/null; echo 8; cat banner 2>/dev/null; true ;;
 esac
 """
 RUNNING = "JobId=7 JobName=my JobState=RUNNING Reason=None Requeue=1 Restarts=0 PreemptTime=None"

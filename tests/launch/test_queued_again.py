@@ -277,6 +277,39 @@ def test_usr1_queues_again_whether_or_not_the_scheduler_says_why(shell, how):
         assert shell.records[-1]["continue"] in text
 
 
+@with_schedulers("well")
+def test_what_a_site_prints_beside_the_id_is_no_part_of_it(shell, how):
+    (shell.folder / "banner").write_text('sbatch: "hello", your project has\t12 hours left\n')
+    done = shell.run("exit 75")
+    assert done.returncode == 0, done.stdout
+    assert shell.records[-1]["next"] == "8"
+
+
+def test_an_answer_without_an_id_is_told(slurm):
+    path = slurm.folder / "bin/sbatch"
+    path.write_text("#!/bin/sh\nprintf 'come back\\n\"later\"\\n'\n")
+    done = slurm.run("exit 75")
+    assert done.returncode == 75
+    assert "the job may be in the queue, but no job id was told: come back" in done.stdout
+    assert slurm.records[-1]["why"].endswith('come back "later"')
+
+
+@pytest.mark.parametrize(
+    ("setup", "told"),
+    [
+        ("set -euo pipefail", ""),
+        ("set -e; false; true", "the setup failed: nothing is started"),
+        ("exit 0", "the setup failed: nothing is started"),
+    ],
+)
+def test_options_and_exits_of_the_setup_do_not_end_a_job_in_silence(slurm, setup, told):
+    done = slurm.run("exit 75", setup=[setup])
+    assert done.returncode == (1 if told else 0), done.stdout + done.stderr
+    assert told in done.stdout
+    assert [record["event"] for record in slurm.records] == ["ended"]
+    assert slurm.records[-1]["next"] == ("" if told else "8")
+
+
 def test_a_requeue_that_fails_is_no_reason_for_a_second_job(slurm):
     """The job may be pending already."""
     (slurm.folder / "pending").mkdir()

@@ -52,6 +52,34 @@ def test_lsf_says_which_jobs_there_are(answers):
     assert calls.read_text().split()[-6:] == ids
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "answer", "job"),
+    [
+        ("slurm", "123\n", "123"),
+        ("slurm", "sbatch: assigned to partition 7\n123;cluster a\nbye 5\n", "123"),
+        ("slurm", "Submitted batch job 77\n", "77"),
+        ("pbs", "INFO: 3 jobs left\n123.server-1\n", "123.server-1"),
+        ("pbs", "123[].server\n", "123[].server"),
+        ("torque", "7\n", "7"),
+        ("lsf", "note\nJob <8> is submitted to default queue <q>.\n", "8"),
+        ("flux", "note: 5 left\nf2hA\n", "f2hA"),
+    ],
+)
+def test_the_id_of_a_job_is_found_in_the_answer(scheduler, answer, job):
+    assert scheduler_of(scheduler).id_of(answer) == job
+    for other in ("", "hello you\n"):
+        with pytest.raises(HpcTrainError, match="says no job id"):
+            scheduler_of(scheduler).id_of(other)
+
+
+def test_a_warning_of_pbs_beside_its_answer_is_no_failure(answers):
+    answers("qstat", "Job Id: 7.x\n    job_state = R\n", "qstat: warning: slow\n")
+    assert [job.state for job in scheduler_of("pbs").queued(["7.x"])] == ["RUNNING"]
+    answers("qstat", "", "qstat: warning: slow\ncannot connect\n", 1)
+    with pytest.raises(HpcTrainError, match="does not say whether"):
+        scheduler_of("pbs").queued(["7.x"])
+
+
 def test_flux_says_which_jobs_there_are(answers):
     rows = "fA|SCHED|eta:3.2m|0.0s|\nfB|RUN||2.1m|node[1-2]\nfC|TIMEOUT||1.0m|node1\n"
     answers("flux", rows, "JobID fD unknown\n")

@@ -66,6 +66,8 @@ class Scheduler:
         early, late: signals that reach the script. After an early one the job is queued again. A
             late one may mean that somebody has cancelled the job.
         submits, deletes: the words that queue a script, and that end jobs.
+        id_line: the line in the answer to `submits` that has the job's id, as a regular expression
+            of both Python and `sed -E`. The id is its second group. Sites print other lines, too.
         chains: whether several jobs can be queued at once, each waiting for the one before it.
         requeues: whether it can queue the same job again.
         arrays: the variable that has a task's number; "" if there are no arrays. Then each task is
@@ -85,6 +87,7 @@ class Scheduler:
     early: ClassVar[Sequence[str]] = ("USR1",)
     late: ClassVar[Sequence[str]] = ("TERM",)
     submits: ClassVar[Sequence[str]]
+    id_line: ClassVar[str] = ""
     deletes: ClassVar[Sequence[str]] = ()
     chains: ClassVar[bool] = False
     requeues: ClassVar[bool] = False
@@ -149,8 +152,19 @@ class Scheduler:
         raise NotImplementedError
 
     def id_of(self, answer: str) -> str:
-        """The id of the job that was queued, from what the scheduler has answered."""
-        return answer.strip().partition(";")[0]
+        """The id of the job that was queued, from what the scheduler has answered.
+
+        Raises:
+            HpcTrainError: the answer has none.
+        """
+        lines = [re.fullmatch(self.id_line, line) for line in answer.splitlines()]
+        found = [line[2] for line in lines if line]
+        if not found:
+            raise HpcTrainError(
+                f"{shlex.join(self.submits)} says no job id, but {' '.join(answer.split())!r}",
+                "look in the queue whether the job is there, and end it before you submit again",
+            )
+        return found[-1]
 
     def queued(self, ids: Sequence[str]) -> list[QueuedJob]:
         """The jobs of these that wait in the queue or run.

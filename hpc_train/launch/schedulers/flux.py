@@ -39,6 +39,7 @@ class Flux(Scheduler):
     # The time limit is reached: ALRM. `flux cancel`: TERM. The broker sends HUP beside them.
     late = ("TERM", "ALRM", "HUP")
     submits = ("flux", "batch")
+    id_line = "()([A-Za-z0-9]+)"
     deletes = ("flux", "cancel")
     chains = True
     refused: ClassVar[Mapping[str, str]] = {

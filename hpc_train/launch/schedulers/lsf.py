@@ -54,6 +54,7 @@ class Lsf(Scheduler):
     early = ("USR1", "USR2")
     late = ("INT", "TERM")
     submits = ("bsub",)
+    id_line = "(.*Job <)([0-9]+)> is submitted to .*queue.*"
     deletes = ("bkill",)
     arrays = "LSB_JOBINDEX"
     first_task = 1
@@ -117,13 +118,6 @@ class Lsf(Scheduler):
     def queue(self, batch: BatchJob, after: str = "") -> list[str]:
         """Queue the script of a job; returns its id."""
         return [self.id_of(submitted(self.submits, Path(batch.script)))]
-
-    def id_of(self, answer: str) -> str:
-        """The id of the job that was queued."""
-        found = re.search(r"Job <(\d+)> is submitted to .*queue", answer)
-        if not found:
-            raise HpcTrainError(f"bsub says no job id: {' '.join(answer.split())!r}", "try again")
-        return found[1]
 
     def queued(self, ids: Sequence[str]) -> list[QueuedJob]:
         """The jobs of these that wait in the queue or run."""

@@ -46,6 +46,7 @@ class Pbs(Scheduler):
     sign = "#PBS"
     commands = ("qsub", "qstat", "qdel")
     submits = ("qsub",)
+    id_line = "()([0-9]+(\\[\\])?([.][^ ]+)?)"
     deletes = ("qdel",)
     arrays = "PBS_ARRAY_INDEX"
     refused: ClassVar[Mapping[str, str]] = {
@@ -90,7 +91,8 @@ class Pbs(Scheduler):
         """The jobs of these that wait in the queue or run."""
         done = ask(["qstat", "-f", *ids])
         over = ("Unknown Job", "has finished")
-        if any(not any(word in line for word in over) for line in done.stderr.splitlines()):
+        told = [line for line in done.stderr.splitlines() if not any(word in line for word in over)]
+        if done.returncode and (told or not done.stderr):  # it may warn beside its answer
             raise silent(done)
         found = []
         for text in done.stdout.split("Job Id:")[1:]:

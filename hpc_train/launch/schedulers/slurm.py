@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from hpc_train.config.durations import format_duration
+from hpc_train.errors import UserError
 from hpc_train.host import programs
 from hpc_train.launch import SchedulerName
 from hpc_train.launch.schedulers.base import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hpc_train.launch.batch import BatchJob
 
 SINFO_SECONDS = 10.0  # seconds to wait for the scheduler's answer
+_CLUSTERS = re.compile("--clusters\\b|-M")
 _SHORT = 600  # seconds; SLURM sends a signal up to 60 s early, in shorter jobs perhaps at the start
 
 
@@ -36,6 +38,7 @@ class Slurm(Scheduler):
     sign = "#SBATCH"
     commands = ("sbatch", "scontrol", "squeue")
     submits = ("sbatch", "--parsable")
+    id_line = "(Submitted batch job )?([0-9]+)(;.*)?"  # the cluster's name follows a semicolon
     deletes = ("scancel",)
     chains = True
     requeues = True
@@ -46,8 +49,18 @@ class Slurm(Scheduler):
     }
 
     def directives(self, batch: BatchJob) -> list[str]:
-        """The directives of sbatch."""
+        """The directives of sbatch.
+
+        Raises:
+            UserError: a directive names another cluster.
+        """
         asked = batch.resources
+        if elsewhere := [line for line in asked.directives if _CLUSTERS.match(line)]:
+            raise UserError(
+                f"the directive {elsewhere[0]} lets the job run on another cluster, whose queue "
+                "neither the job nor `hpc-train status` asks",
+                "submit it on a login node of that cluster",
+            )
         number = "%A_%a" if batch.sweep else "%j"
         lines = [
             f"--job-name={word('the name', batch.name)}",

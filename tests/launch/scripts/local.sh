@@ -67,6 +67,7 @@ end() { # note how the job ends, and end it
         echo "$why: it is not queued again. To continue: $resume_by"
     fi
     local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//[[:cntrl:]]/ }")
     text=("${text[@]//\\/\\\\}")
     text=("${text[@]//\"/\\\"}")
     printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
@@ -79,7 +80,12 @@ fail() { # WHAT HAS FAILED
     echo "$why: nothing is started"
     end
 }
-if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
+trap 'trap - EXIT; fail setup' EXIT # the setup may call exit, or have said `set -e`
+setup
+code=$?
+trap - EXIT
+set +eu +o pipefail # as the rest needs it
+if [ "$code" -ne 0 ] && [ -z "$signalled" ]; then # a signal to the job ends a command of the setup, too
     fail setup
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -83,6 +83,7 @@ end() { # note how the job ends, and end it
         echo "$why: it is not queued again. To continue: $resume_by"
     fi
     local text=("$job" "$next" "$why" "$resume_by")
+    text=("${text[@]//[[:cntrl:]]/ }")
     text=("${text[@]//\\/\\\\}")
     text=("${text[@]//\"/\\\"}")
     printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
@@ -95,7 +96,12 @@ fail() { # WHAT HAS FAILED
     echo "$why: nothing is started"
     end
 }
-if ! setup && [ -z "$signalled" ]; then # a signal to the whole job ends a command of the setup, too
+trap 'trap - EXIT; fail setup' EXIT # the setup may call exit, or have said `set -e`
+setup
+code=$?
+trap - EXIT
+set +eu +o pipefail # as the rest needs it
+if [ "$code" -ne 0 ] && [ -z "$signalled" ]; then # a signal to the job ends a command of the setup, too
     fail setup
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -190,15 +196,22 @@ else
 fi
 [ -z "$why" ] || end
 
+queue_by() { # COMMAND that queues the job: set next to the new job's id
+    local answer
+    answer=$("$@") || return
+    next=$(sed -En 's|^()([0-9]+(\[\])?([.][^ ]+)?)$|\2|p' <<<"$answer" | tail -n 1)
+    [ -n "$next" ] || why="the job may be in the queue, but no job id was told: $answer"
+}
 why="qsub failed"
 terminated=
 trap 'terminated=1' TERM
+# shellcheck disable=SC2329
 submit() { # PBS signals all processes of a job, and timeout has its command take SIGTERM
     trap '' TERM
     timeout -s KILL 60 bash -c 'trap "" TERM; exec "$@"' - \
         "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script"
 }
-next=$(submit) || next=
+queue_by submit
 trap '' TERM
 if [ -n "$terminated" ] && [ -n "$next" ] && ask && [ -n "$reason" ] && timeout -s KILL 5 "$qdel" "$next"; then
     why=$reason
