@@ -131,7 +131,12 @@ class ShardedAverager(BucketAverager):
         self.parameters.forget()
 
     def _divide_optimizer(self) -> None:
-        pieces = {slab.parameter: piece for piece, slab in self.parameters.slabs.items()}
+        # An optimizer does nothing with frozen parameters, whose pieces have no state to save.
+        pieces = {
+            slab.parameter: piece
+            for piece, slab in self.parameters.slabs.items()
+            if piece.requires_grad
+        }
         for group in self.optimizer.param_groups:
             kept = [p if p not in self.shared else pieces.get(p) for p in group["params"]]
             group["params"] = [p for p in kept if p is not None]

@@ -41,7 +41,7 @@ from hpc_train.training.keeping import keeping_divided
 from hpc_train.training.loop_records import LoopRecords
 from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_given, check_integer
 from hpc_train.training.parts import MANY_PASSES, parts_of_loop
-from hpc_train.training.registered import Registered, Registrable
+from hpc_train.training.registered import Registered, Registrable, parameters_beside
 from hpc_train.training.saving import finishing_saves
 from hpc_train.training.sharing import check_device
 from hpc_train.training.stepping import Stepping
@@ -71,7 +71,7 @@ class Loop(Stepping):
     ) -> None:
         self.end_left_loops(runtime)  # before any other call of all ranks
         with agreed(runtime.world):
-            check_given(directory, options)
+            check_given(directory, optimizer, options)
             checks.check_savable(TrainingState(model, optimizer))  # before anything is sent
         super().__init__(runtime, optimizer, options)
         group, gradients = self.group, options.gradients
@@ -112,6 +112,7 @@ class Loop(Stepping):
                 gates=gates,
                 cores=runtime.cores,
             )
+            beside = parameters_beside(model, optimizer)
             self.averager = average_gradients(model, optimizer, group, asked)
         except BaseException:
             self._unhook()
@@ -128,9 +129,8 @@ class Loop(Stepping):
         )
         owned = not options.divided or group.rank == 0
         own = bool(options.memory.stage) or options.gradients.average_every > 1
-        self.registered = Registered(
-            group, optimizer, model, copied=options.background, owned=owned, own_gradients=own
-        )
+        more = {"copied": options.background, "owned": owned, "own_gradients": own}
+        self.registered = Registered(group, optimizer, model, beside, **more)
         state = replace(state, extra=Together([state.extra, self.registered]))
         try:
             self.checkpoints = Checkpoints(Path(directory), self.collectives, state, options.policy)
@@ -230,6 +230,7 @@ class Loop(Stepping):
         )
         same(self.group, what, given, "give all ranks the same")
         check_not_ended(self.group, self.checkpoints.directory)
+        self.registered.look_for_other_optimizers()
         self.averager.expect(accumulate if most is None else MANY_PASSES)
         with (
             claimed_by_job(

@@ -8,6 +8,8 @@ from numbers import Real
 from os import PathLike
 from typing import Any, Literal, get_args
 
+from torch.optim import Optimizer
+
 from hpc_train.checkpoint.policy import Nonfinite, SavePolicy
 from hpc_train.config import (
     DataSection,
@@ -191,8 +193,8 @@ class LoopOptions:
 DEFAULT_LOOP_OPTIONS = LoopOptions()
 
 
-def check_given(directory: Any, options: Any) -> None:
-    """Check what a loop was given as its directory and its options.
+def check_given(directory: Any, optimizer: Any, options: Any) -> None:
+    """Check what a loop was given as its directory, its optimizer and its options.
 
     Raises:
         HpcTrainError: they are of another type, or empty, or `LoopOptions.check` refuses them.
@@ -200,6 +202,11 @@ def check_given(directory: Any, options: Any) -> None:
     if not isinstance(directory, (str, PathLike)) or not str(directory):
         raise UserError(
             f"the directory of the loop is {directory!r}", "give a path; . is the current folder"
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(
+            f"the optimizer of the loop is of type {type(optimizer).__name__}",
+            "give one torch.optim.Optimizer, and further ones to loop.register",
         )
     if not isinstance(options, LoopOptions):
         raise UserError(f"the options of the loop are {options!r}", "give LoopOptions(...)")

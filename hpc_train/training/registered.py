@@ -12,13 +12,13 @@ import torch
 import xxhash
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor, torch_dtypes
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.state import ExtraState
-from hpc_train.errors import CheckpointMismatch, UserError
+from hpc_train.errors import CheckpointMismatch, UserError, plural
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import SliceSpec
@@ -42,6 +42,12 @@ class Registrable(Protocol):
         """Continue from a state that `state_dict` returned."""
 
 
+def parameters_beside(model: Module, optimizer: Optimizer) -> dict[str, Parameter]:
+    """The parameters of a model that require gradients and that an optimizer does not have."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in own}
+
+
 class Registered(ExtraState):
     """Saves and restores registered objects by name. All ranks must call each method.
 
@@ -52,6 +58,7 @@ class Registered(ExtraState):
         group: all ranks.
         optimizer: the loop's optimizer.
         model: the loop's model.
+        beside: its parameters from `parameters_beside`.
         copied: whether to copy tensors for a save in the background, because they may change.
         owned: whether this rank writes the tensors. If ranks hold the model together, one does.
         own_gradients: whether the gradients of ranks differ after a backward pass.
@@ -62,12 +69,13 @@ class Registered(ExtraState):
         group: Group,
         optimizer: Optimizer,
         model: Module,
+        beside: Mapping[str, Parameter],
         *,
         copied: bool,
         owned: bool,
         own_gradients: bool,
     ) -> None:
-        self.group, self.optimizer, self.model = group, optimizer, model
+        self.group, self.optimizer, self.model, self.beside = group, optimizer, model, beside
         self.copied, self.owned, self.own_gradients = copied, owned, own_gradients
         self.things: dict[str, Registrable] = {}
         self._trees: dict[str, Any] = {}
@@ -113,6 +121,24 @@ class Registered(ExtraState):
                 "torch's GradScaler looks at each rank's own gradients, which differ between "
                 "ranks with zero and with average_every",
                 'give the loop precision="float16", whose scale all ranks agree on',
+            )
+
+    def look_for_other_optimizers(self) -> None:
+        """Warn of parameters whose optimizer, if there is one, is not saved."""
+        saved = {
+            id(parameter)
+            for thing in self.things.values()
+            if isinstance(thing, Optimizer)
+            for group in thing.param_groups
+            for parameter in group["params"]
+        }
+        lost = [name for name, parameter in self.beside.items() if id(parameter) not in saved]
+        if lost:
+            logger.warning(
+                "the loop's optimizer does not have %s of the model, such as %s: if another "
+                "optimizer does, give it to loop.register, else a resumed run lacks its state",
+                plural(len(lost), "trained parameter"),
+                lost[0],
             )
 
     @property

@@ -225,7 +225,7 @@ def loop_losses(place, directory, epochs, options):
     """Train in a loop of one's own. The losses of the steps, and of evaluations."""
     torch.manual_seed(place.world.rank)
     model = Blocks().double()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # has frozen ones, too
     inputs = torch.randn(40, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     data = TensorDataset(inputs, inputs.abs().argmax(1) % 3)
 

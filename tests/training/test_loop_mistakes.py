@@ -127,8 +127,24 @@ def test_unknown_options_are_refused(tmp_path, options, line):
         make(tmp_path, **options)
 
 
+def test_a_second_optimizer_that_is_not_saved_is_told(tmp_path, caplog):
+    for name in ("forgotten", "registered"):
+        caplog.clear()
+        model = make_model()
+        first, second = sgd(model[0].parameters()), sgd(model[3].parameters())
+        loop = Loop(alone(), tmp_path / name, model, first)
+        if name == "registered":
+            loop.register("second", second)
+        train(model, first, loop)
+        told = "does not have 2 trained parameters of the model, such as 3.weight"
+        assert (told in caplog.text) == (name == "forgotten")
+        loop.close()
+
+
 def test_what_is_no_options_is_refused(tmp_path):
     model = make_model()
+    with pytest.raises(UserError, match="is of type list: give one torch.optim.Optimizer"):
+        Loop(alone(), tmp_path, model, [sgd(model.parameters())])
     with pytest.raises(UserError, match="options of the loop are 'abc': give LoopOptions"):
         Loop(alone(), tmp_path, model, sgd(model.parameters()), "abc")
 
