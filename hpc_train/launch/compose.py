@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ def make(request: SubmitRequest) -> BatchJob:
         command += ["--run.dir", on_volume(run_dir)]
     batch = BatchJob(
         scheduler=scheduler,
-        name=request.name or Path(run_dir).name,
+        name=request.name or re.sub(r"[^\w.,:=@+~-]", "-", Path(run_dir).name, flags=re.ASCII),
         resources=asked,
         command=command,
         run_dir=run_dir,

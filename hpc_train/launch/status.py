@@ -83,7 +83,8 @@ def _jobs(run: Path) -> list[str]:
 
 
 def _progress(run: Path, curves: int) -> list[str]:
-    lines, options = [], queued.read_tasks(run)
+    lines: list[str] = []
+    options = queued.read_tasks(run)
     folders = sorted(run.glob("task-*"), key=lambda path: (len(path.name), path.name))
     for directory in (run, *folders):
         words = options.get(directory.name.removeprefix("task-"), [])
@@ -102,6 +103,12 @@ def _progress(run: Path, curves: int) -> list[str]:
         for name in ("checkpoints/LATEST", "LATEST"):  # the second is a Loop's
             with suppress(OSError):
                 lines.append(f"{before}{_newest_checkpoint(directory / name)}")
+    begun = {folder.name.removeprefix("task-") for folder in folders}
+    lines += [
+        f"task-{number} {' '.join(words)}: has not begun"
+        for number, words in options.items()
+        if number not in begun
+    ]
     return lines
 
 

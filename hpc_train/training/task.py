@@ -108,5 +108,6 @@ def checked_loss(loss: Any) -> Tensor:
         return loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
     raise UserError(
         f"the task's loss has returned {what}",
-        "let it return one tensor with one element, from which gradients can be computed",
+        "let it return one tensor with one element, from which gradients can be computed in each "
+        "micro-batch",
     )

@@ -197,6 +197,26 @@ def test_a_sweep_is_an_array(desk):
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --array=0-3\n" in done.stdout
     assert "    2) command+=(--optimizer.lr 1e-4 --run.seed 1) ;;\n" in done.stdout
+    desk.scheduler("sbatch")
+    desk.command("squeue", "echo '1_0|1|1|PENDING|None||'")
+    assert desk.run("submit", "my.yaml", *words).returncode == 0
+    lines = desk.run("status", "runs/my").stdout.splitlines()
+    assert lines[2:4] == [
+        f"    task-{number} --optimizer.lr 1e-3 --run.seed {seed}: has not begun"
+        for number, seed in enumerate((1, 2))
+    ]
+
+
+def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
+    for name, told in (("a b", "run.dir 'runs/a b/"), ("ä", "run.dir 'runs/ä/")):
+        done = desk.run(
+            "submit", "my.yaml", "--scheduler", "slurm", "--run.dir", f"runs/{name}", "--dry_run"
+        )
+        assert done.returncode == 2
+        assert told in only_line(done.stderr)
+    more = ["--run.dir", "runs/%j", "--dry_run"]
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", *more)
+    assert "#SBATCH --output=runs/%%j/%x-%j.out\n" in done.stdout
 
 
 @pytest.mark.parametrize(

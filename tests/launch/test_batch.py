@@ -191,7 +191,8 @@ def test_directives_take_plain_words_only(scheduler, field, value):
     directives = [line for line in script.splitlines() if line.startswith(sign)]
     usual = text(of(scheduler)).splitlines()
     assert len(directives) == sum(line.startswith(sign) for line in usual)
-    assert any(value in line for line in directives)
+    # SLURM reads %% in the name of an output as %.
+    assert any(value in line.replace("%%", "%") or value in line for line in directives)
     assert not set(value) & set(" \t\n\r;&$`'\"\\<>(){}!#\x0b\x0c\x85\u2028")
 
 

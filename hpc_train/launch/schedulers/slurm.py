@@ -68,7 +68,7 @@ class Slurm(Scheduler):
             f"--ntasks-per-node={asked.ranks_per_node}",
             f"--cpus-per-task={asked.threads}",
             f"--time={format_duration(asked.seconds)}",
-            f"--output={word('run.dir', f'{batch.outputs}%x-{number}.out')}",
+            f"--output={word('run.dir', batch.outputs.replace('%', '%%') + f'%x-{number}.out')}",
             "--open-mode=append",
             "--requeue",
         ]
