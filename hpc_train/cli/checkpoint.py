@@ -13,7 +13,7 @@ from hpc_train.errors import EXIT_FAILURE, CheckpointError, CheckpointMismatch, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NAMES_SHOWN = 5
+_NAMES_SHOWN = 5
 DIFFERENCES_SHOWN = 20  # differences shown without --all
 
 
@@ -118,8 +118,8 @@ def _verify(path: Path, *, foreign: bool = False) -> int:
     try:
         for begin, end, names in inspection.damaged(path):
             damage = EXIT_FAILURE
-            more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-            shown = ", ".join(names[:NAMES_SHOWN]) + more
+            more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+            shown = ", ".join(names[:_NAMES_SHOWN]) + more
             print(f"{path}: bytes {begin} to {end} are not what was saved: {shown}")
     except (CheckpointError, CheckpointMismatch) as error:
         if isinstance(error, CheckpointMismatch) and not foreign:

@@ -36,8 +36,8 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SHOWN = 40  # characters of a wrong value that a message has
 WIDEST = 1 << 64  # no column of whole numbers has a larger one
 LAST_CHARACTER = 0x10FFFF
-COARSE = ("Y", "M", "W", "D", "h", "m")  # units of dates above a second
-MIDNIGHT = "T00:00:00"
+_COARSE = ("Y", "M", "W", "D", "h", "m")  # units of dates above a second
+_MIDNIGHT = "T00:00:00"
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -182,7 +182,7 @@ def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> 
 def _canonical(different: np.ndarray) -> list[str | None]:
     """The texts of numbers, truth values or dates in a categorical column; None for no value."""
     if different.dtype.kind == "M":
-        if np.datetime_data(different.dtype)[0] in COARSE:
+        if np.datetime_data(different.dtype)[0] in _COARSE:
             different = different.astype("datetime64[s]")
         return [_date_text(one) for one in np.datetime_as_string(different).tolist()]
     if different.dtype.kind == "f" and different.itemsize < 8:
@@ -195,7 +195,7 @@ def _date_text(text: str) -> str | None:
     if text == "NaT":
         return None
     text = text.rstrip("0").rstrip(".") if "." in text else text
-    return text.removesuffix(MIDNIGHT)
+    return text.removesuffix(_MIDNIGHT)
 
 
 def _dates(values: np.ndarray) -> npt.NDArray[np.float64]:
