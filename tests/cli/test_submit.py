@@ -207,6 +207,13 @@ def test_a_sweep_is_an_array(desk):
     ]
 
 
+def test_another_cluster_is_named_by_a_variable(desk):
+    words = ["--scheduler", "slurm", "--dry_run", "--directive=--clusters=cm4"]
+    done = desk.run("submit", "my.yaml", *words)
+    assert done.returncode == 2
+    assert "--clusters=cm4 would queue the job on another cluster" in only_line(done.stderr)
+
+
 def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
     for name, told in (("a b", "run.dir 'runs/a b/"), ("ä", "run.dir 'runs/ä/")):
         done = desk.run(

@@ -57,9 +57,9 @@ class Slurm(Scheduler):
         asked = batch.resources
         if elsewhere := [line for line in asked.directives if _CLUSTERS.match(line)]:
             raise UserError(
-                f"the directive {elsewhere[0]} lets the job run on another cluster, whose queue "
-                "neither the job nor `hpc-train status` asks",
-                "submit it on a login node of that cluster",
+                f"the directive {elsewhere[0]} would queue the job on another cluster, which "
+                "`hpc-train status`, `cancel` and the job itself would not ask",
+                "export SLURM_CLUSTERS in its place, which all commands of SLURM read",
             )
         number = "%A_%a" if batch.sweep else "%j"
         lines = [
