@@ -8,11 +8,14 @@ number without a gradient. So its type marks it, and what is computed from it ha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+from hpc_train.errors import UserError
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
@@ -37,6 +40,18 @@ class Received(Tensor):
         if _in_place(func) and type(target) is Tensor:
             target.__class__ = Received
         return result
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Refuse to take the result apart, as in `h, weights = self.first(x)`.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "the forward pass takes the result of a stage apart, and only one tensor passes from a "
+            "rank to the next",
+            "let each stage return one tensor",
+        )
 
 
 def received(activation: Tensor) -> Tensor:

@@ -182,6 +182,26 @@ def test_a_result_that_skips_a_rank_is_refused(how, where, ranks):
         passed_on(parts(Skipping(how), ranks), 1, torch.randn(2, 3).double())
 
 
+def test_a_stage_that_returns_two_tensors_is_refused_on_the_ranks_after_it():
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x.sum()
+
+    class Two(nn.Module):
+        stages = ("first", "last")
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = Pair(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            h, _ = self.first(x)
+            return self.last(h)
+
+    with pytest.raises(UserError, match="takes the result of a stage apart.*return one tensor"):
+        passed_on(parts(Two(), 2), 1, torch.randn(2, 3))
+
+
 @pytest.mark.parametrize(("how", "ranks"), [("sum", 1), ("loss", 1), ("form", 2), ("form", 6)])
 def test_a_skip_in_one_rank_and_forms_of_results_are_taken(how, ranks):
     model, x = Skipping(how), torch.randn(2, 3).double()
