@@ -16,7 +16,7 @@ import pytest
 
 from hpc_train.cli.prepare import prepare_together
 from hpc_train.data.prepare import work as prepare
-from hpc_train.data.prepare.dealing import FAILED
+from hpc_train.data.prepare.dealing import FAILED_FILE
 from hpc_train.data.prepare.request import text_request
 from hpc_train.data.prepare.work import prepare_text
 from hpc_train.errors import DataError
@@ -64,7 +64,7 @@ def test_a_full_disk_of_one_rank_ends_all_and_the_next_start_continues(
             until(lambda: list(attempt.parent.glob("*-*.json")))
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if written:
-            until((attempt / FAILED).exists)
+            until((attempt / FAILED_FILE).exists)
         written.append(path)
         return real(path, *arguments)
 

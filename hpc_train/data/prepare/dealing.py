@@ -17,7 +17,7 @@ from hpc_train.data.prepare.partial import Preparation, ShardPortion, entry_name
 
 logger = logging.getLogger(__name__)
 
-_FAILED = "failed"
+FAILED_FILE = "failed"
 TELL_SECONDS = 5.0  # seconds between two lines of progress
 
 
@@ -54,7 +54,7 @@ class Dealing:
         attempt = self.preparation.attempt
         while True:
             names = {path.name for path in attempt.iterdir()}
-            if _FAILED in names:
+            if FAILED_FILE in names:
                 raise AbandonedError
             self._taken.update(names)
             free = [one for one in self.preparation.portions if one.name not in self._taken]
@@ -77,7 +77,7 @@ class Dealing:
         self._done += nbytes
         if time.monotonic() - self._told < TELL_SECONDS:
             return
-        if (self.preparation.attempt / _FAILED).exists():
+        if (self.preparation.attempt / FAILED_FILE).exists():
             raise AbandonedError
         if self._claim is not None:
             files.write_at(self._claim, b"%020d" % self._done, 0)
@@ -114,7 +114,7 @@ class Dealing:
     def fail(self) -> None:
         """Tell the other ranks that this one has failed."""
         with suppress(OSError):  # a rank that cannot tell lets them finish their portions
-            (self.preparation.attempt / _FAILED).touch()
+            (self.preparation.attempt / FAILED_FILE).touch()
 
     def close(self) -> None:
         """Close the file of the portion that was taken last."""
