@@ -115,7 +115,12 @@ class Registered(ExtraState):
                     f"{what} was given a {type(thing).__name__}, which has no {method}",
                     "give it both state_dict and load_state_dict",
                 )
-
+        if isinstance(thing, Optimizer) and self.own_gradients and self._shared_with(thing):
+            raise UserError(
+                f"{what} was given another optimizer of the model, and zero and average_every work "
+                "with one optimizer",
+                "leave zero and average_every out",
+            )
         if isinstance(thing, GradScaler) and self.own_gradients:
             raise UserError(
                 "torch's GradScaler looks at each rank's own gradients, which differ between "
@@ -125,14 +130,9 @@ class Registered(ExtraState):
 
     def look_for_other_optimizers(self) -> None:
         """Warn of parameters whose optimizer, if there is one, is not saved."""
-        saved = {
-            id(parameter)
-            for thing in self.things.values()
-            if isinstance(thing, Optimizer)
-            for group in thing.param_groups
-            for parameter in group["params"]
-        }
-        lost = [name for name, parameter in self.beside.items() if id(parameter) not in saved]
+        others = [thing for thing in self.things.values() if isinstance(thing, Optimizer)]
+        saved = {name for other in others for name in self._shared_with(other)}
+        lost = [name for name in self.beside if name not in saved]
         if lost:
             logger.warning(
                 "the loop's optimizer does not have %s of the model, such as %s: if another "
@@ -140,6 +140,11 @@ class Registered(ExtraState):
                 plural(len(lost), "trained parameter"),
                 lost[0],
             )
+
+    def _shared_with(self, optimizer: Optimizer) -> list[str]:
+        """The names of the parameters of `beside` that an optimizer has."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [name for name, parameter in self.beside.items() if id(parameter) in own]
 
     @property
     def scales(self) -> list[float]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from hpc_train import run
+from hpc_train import GradientsSection, MemorySection, run
 from hpc_train.data.mixture import Mixture
 from hpc_train.errors import CheckpointMismatch, ConfigError, Stopped, UserError
 from hpc_train.gradients import average_gradients
@@ -139,6 +139,20 @@ def test_a_second_optimizer_that_is_not_saved_is_told(tmp_path, caplog):
         told = "does not have 2 trained parameters of the model, such as 3.weight"
         assert (told in caplog.text) == (name == "forgotten")
         loop.close()
+
+
+@pytest.mark.parametrize("way", ["zero", "average_every"])
+def test_a_second_optimizer_is_refused_where_ranks_have_gradients_of_their_own(tmp_path, way):
+    options = {
+        "zero": {"memory": MemorySection(zero=1)},
+        "average_every": {"gradients": GradientsSection(average_every=2)},
+    }
+    model = make_model()
+    first, second = sgd(model[0].parameters()), sgd(model[3].parameters())
+    with Loop(alone(), tmp_path, model, first, LoopOptions(**options[way])) as loop:
+        loop.register("apart", sgd([torch.nn.Parameter(torch.ones(2))]))
+        with pytest.raises(UserError, match="zero and average_every work with one optimizer"):
+            loop.register("second", second)
 
 
 def test_what_is_no_options_is_refused(tmp_path):
