@@ -68,8 +68,9 @@ def parallelize(
 
     Raises:
         UserError: a style is unknown, no style cuts the tokens though `sequence_parallel` is on,
-            the module that the plan names does not exist or does not fit its style, or two layers
-            share a parameter and the plan cuts it in only one of them.
+            the module that the plan names does not exist or does not fit its style, the plan has
+            only one of colwise and rowwise, or two layers share a parameter and the plan cuts it in
+            only one of them.
         ConfigError: a layer cannot be divided by the number of ranks.
     """
     sharing = _Sharing(over, sequence_parallel and over.group.size > 1, deferred)
@@ -89,7 +90,22 @@ def parallelize(
         if deferred is not None and type(layer) in (nn.Linear, Linear, LoraLinear):
             module.set_submodule(name, sharing.linear(layer, "whole"))
     _check_tied(module, named)
+    if over.group.size > 1:
+        _check_pairs(styles)
     return specs
+
+
+def _check_pairs(styles: Mapping[str, Style]) -> None:
+    """Check that a plan which divides outputs also has a layer that takes such parts."""
+    pair: tuple[Style, Style] = "colwise", "rowwise"
+    for style, other in (pair, pair[::-1]):
+        here = [name for name, given in styles.items() if given == style]
+        if here and other not in styles.values():
+            raise UserError(
+                f"tensor plan: {here[0]} is {style}, and no layer is {other}",
+                "give a layer of which each rank has a part of the outputs the style colwise, and "
+                "the Linear after it, which takes such parts and adds its results up, rowwise",
+            )
 
 
 def _check_tied(module: nn.Module, before: Mapping[str, Parameter]) -> None:

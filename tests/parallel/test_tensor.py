@@ -210,7 +210,8 @@ def test_a_rank_has_the_parts_that_the_specs_say(rank):
 
 def test_only_the_layers_that_the_plan_names_are_replaced():
     model = User()
-    of_four(model, {"layers.1.up": "colwise", "position": "sequence"})
+    pair = {"layers.1.up": "colwise", "layers.1.down": "rowwise"}
+    of_four(model, {**pair, "position": "sequence"})
     kinds = [type(layer) for layer in (model.layers[0].up, model.layers[1].up, model.output)]
     assert kinds == [nn.Linear, ParallelLinear, nn.Linear]
 
@@ -254,6 +255,13 @@ def test_sizes_that_the_ranks_do_not_divide_are_told():
     model.output = nn.Linear(12, 10)
     with pytest.raises(ConfigError, match=r"output: dimension 0 of \[10, 12\] .* by 4: take sizes"):
         of_four(model, User.plan)
+
+
+@pytest.mark.parametrize(("style", "other"), [("colwise", "rowwise"), ("rowwise", "colwise")])
+def test_half_a_pair_of_layers_is_refused(style, other):
+    plan = {name: given for name, given in User.plan.items() if given != other}
+    with pytest.raises(UserError, match=f"is {style}, and no layer is {other}"):
+        of_four(User(), plan)
 
 
 @pytest.mark.parametrize("plan", [{"token": "vocab"}, {"token": "vocab", "output": "rowwise"}])
