@@ -121,7 +121,7 @@ def test_numbers_in_categorical_columns_have_one_text(tmp_path):
         tmp_path / "a.parquet", schema_of(**dict.fromkeys(table.column_names, "categorical"))
     )
     assert rows == [
-        ("1", "1", "True", "2020-01-02", "1.50", "1"),
+        ("1", "1", "True", "2020-01-02", "1.5", "1"),
         ("0", "0", "False", None, None, "0"),
         ("0.1", "-1", None, None, None, None),
         (None, None, "True", None, None, None),
