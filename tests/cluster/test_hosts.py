@@ -108,7 +108,7 @@ def test_a_run_over_its_time_is_killed_on_all_hosts(cluster):
     before = cluster.processes()
     with pytest.raises(subprocess.TimeoutExpired):
         cluster.run(["sleep", "1000"], 8, timeout=3)
-    assert cluster.processes() == before
+    assert cluster.processes() <= before  # some of another test may have ended since
     assert cluster.run(["hostname"], 1).stdout == "node1\n"
 
 
