@@ -203,7 +203,7 @@ def average_gradients(
     if group.size > 1 and options.hang_timeout > 0:
         watchdog = Watchdog(group, options.hang_timeout)
         watchdog.start()
-        averager.at_close.insert(0, watchdog.close)
+        averager.at_close.append(watchdog.close)
     return averager
 
 

@@ -65,8 +65,8 @@ class AveragingOptions:
         cores: processor cores for this rank alone (`Runtime.cores`).
         deterministic: measure nothing, so that each run sums in the same way.
         hang_timeout: seconds that a rank waits for another before the job ends with an error that
-            names that rank; 0 disables it. Every wait of this package counts while the averager
-            exists.
+            names that rank; 0 disables it. While the averager exists, all waits of this package
+            count.
     """
 
     engine: Engine = "auto"

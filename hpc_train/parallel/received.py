@@ -1,9 +1,10 @@
 """Finds out whether a forward pass uses the result of a stage that another rank has computed.
 
-A rank of a pipeline has one activation, that from the rank before. It stands for the results of all
-stages before this rank's, so what is computed from it may be passed to a stage only in a place that
-this activation takes. Elsewhere, as in a skip connection over several ranks, it would be a wrong
-number without a gradient. So its type marks it, and what is computed from it has this type, too.
+A rank of a pipeline gets one activation, from the rank before it. In the forward pass it stands for
+the result of each stage before the rank's own. What the model computes from these results is
+discarded, because the rank's first stage gets the activation itself. If the model uses them
+elsewhere, as in a skip connection over several ranks, it gets wrong numbers and loses gradients.
+So the type `Received` marks them. What is computed from them has this type, too.
 """
 
 from __future__ import annotations
@@ -71,4 +72,6 @@ def _plain(value: Any) -> Any:
 
 def _in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if name.endswith("__"):
+        return name == "__setitem__" or name.startswith("__i")  # such as __iadd__
+    return name.endswith("_")

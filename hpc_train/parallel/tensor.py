@@ -103,8 +103,8 @@ def _check_pairs(styles: Mapping[str, Style]) -> None:
         if here and other not in styles.values():
             raise UserError(
                 f"tensor plan: {here[0]} is {style}, and no layer is {other}",
-                "give a layer of which each rank has a part of the outputs the style colwise, and "
-                "the Linear after it, which takes such parts and adds its results up, rowwise",
+                "a colwise layer divides its outputs over the ranks: give the Linear that takes "
+                "them the style rowwise",
             )
 
 

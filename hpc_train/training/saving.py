@@ -49,8 +49,8 @@ def check_best(
     why = f"data.validation_every is {validated}" if held_out else "nothing is held out"
     if validated and section.every and section.every % validated == 0:
         raise ConfigError(
-            f"checkpoint.keep_best is {section.keep_best}, but the first checkpoint with a loss of "
-            f"validation is that of step {section.every}, and the last step is {last_step}",
+            f"checkpoint.keep_best is {section.keep_best}, but the first checkpoint that has a "
+            f"validation loss is that of step {section.every}, and the last step is {last_step}",
             "train for more steps, or leave checkpoint.keep_best out",
         )
     raise ConfigError(

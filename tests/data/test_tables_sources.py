@@ -160,11 +160,21 @@ def test_equal_values_have_one_text_whatever_their_type(tmp_path):
         "day": ["2024-01-01", "2024-01-01T12:30:00", None],
         "tenths": ["0.1", "2", None],
         "whole": ["2", "10000000000000000", "7"],
+        "large": ["123456792", "0", "16777216"],
     }
+    large = np.array([123456792, 0, 1 << 24])
+    tens = pa.array([Decimal(int(number)) for number in whole])
+    cents = pa.array(cents, pa.decimal128(9, 2))
+    narrow = large.astype(np.float32)
     files = {
-        "ms": (days.astype("datetime64[ms]"), tenths.astype(np.float32), whole.astype(np.float64)),
-        "us": (days.astype("datetime64[us]"), pa.array(cents, pa.decimal128(9, 2)), whole),
-        "ns": (days.astype("datetime64[ns]"), tenths, pa.array([Decimal(int(w)) for w in whole])),
+        "ms": (
+            days.astype("datetime64[ms]"),
+            tenths.astype(np.float32),
+            whole.astype(float),
+            narrow,
+        ),
+        "us": (days.astype("datetime64[us]"), cents, whole, large),
+        "ns": (days.astype("datetime64[ns]"), tenths, tens, large.astype(float)),
     }
     for name, columns in files.items():
         table = pa.table([pa.array(column) for column in columns], [*texts])

@@ -290,7 +290,8 @@ def test_an_answer_without_an_id_is_told(slurm):
     path.write_text("#!/bin/sh\nprintf 'come back\\n\"later\"\\n'\n")
     done = slurm.run("exit 75")
     assert done.returncode == 75
-    assert "the job may be in the queue, but no job id was told: come back" in done.stdout
+    assert "no job id was told, so look whether the job is in the queue: come back" in done.stdout
+    assert "To continue" not in done.stdout
     assert slurm.records[-1]["why"].endswith('come back "later"')
 
 
@@ -308,6 +309,12 @@ def test_options_and_exits_of_the_setup_do_not_end_a_job_in_silence(slurm, setup
     assert told in done.stdout
     assert [record["event"] for record in slurm.records] == ["ended"]
     assert slurm.records[-1]["next"] == ("" if told else "8")
+
+
+def test_a_trap_of_the_setup_stays(slurm):
+    done = slurm.run("exit 0", setup=["trap 'echo removed' EXIT"])
+    assert done.returncode == 0
+    assert done.stdout.endswith("removed\n")
 
 
 def test_a_requeue_that_fails_is_no_reason_for_a_second_job(slurm):

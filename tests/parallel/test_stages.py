@@ -153,6 +153,10 @@ class Skipping(User):
                 case "in-place" if number == 3:
                     h = h.clone()
                     h.add_(first)
+                case "assignment" if number == 3:
+                    same = h = h.clone()
+                    h += first
+                    h = same
                 case "argument":
                     shift = first.mean()
                 case "kept":
@@ -171,6 +175,7 @@ class Skipping(User):
     [
         ("sum", r"stage middle\.3"),
         ("in-place", r"stage middle\.3"),
+        ("assignment", r"stage middle\.3"),
         ("argument", r"stage middle\.\d"),
         ("kept", r"stage middle\.\d"),
         ("loss", "the end of the forward pass"),

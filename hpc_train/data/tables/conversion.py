@@ -186,7 +186,9 @@ def _canonical(different: np.ndarray) -> list[str | None]:
             different = different.astype("datetime64[s]")
         return [_date_text(one) for one in np.datetime_as_string(different).tolist()]
     if different.dtype.kind == "f" and different.itemsize < 8:
-        different = different.astype(str).astype(np.float64)  # 0.1 is 0.1, not 0.10000000149
+        exact = different.astype(np.float64)
+        written = different.astype(str).astype(np.float64)  # 0.1 in place of 0.10000000149
+        different = np.where(exact == np.trunc(exact), exact, written)
     return [canonical_text(one) for one in different.tolist()]
 
 

@@ -80,11 +80,11 @@ fail() { # WHAT HAS FAILED
     echo "$why: nothing is started"
     end
 }
-trap 'trap - EXIT; fail setup' EXIT # the setup may call exit, or have said `set -e`
+trap 'trap - EXIT; fail setup' EXIT # the setup may call exit, or a command fails after its `set -e`
 setup
 code=$?
-trap - EXIT
-set +eu +o pipefail # as the rest needs it
+[[ $(trap -p EXIT) != *"fail setup"* ]] || trap - EXIT # not a trap of the setup
+set +eu +o pipefail # the rest looks at exit codes by itself
 if [ "$code" -ne 0 ] && [ -z "$signalled" ]; then # a signal to the job ends a command of the setup, too
     fail setup
 fi

@@ -99,11 +99,11 @@ fail() { # WHAT HAS FAILED
     echo "$why: nothing is started"
     end
 }
-trap 'trap - EXIT; fail setup' EXIT # the setup may call exit, or have said `set -e`
+trap 'trap - EXIT; fail setup' EXIT # the setup may call exit, or a command fails after its `set -e`
 setup
 code=$?
-trap - EXIT
-set +eu +o pipefail # as the rest needs it
+[[ $(trap -p EXIT) != *"fail setup"* ]] || trap - EXIT # not a trap of the setup
+set +eu +o pipefail # the rest looks at exit codes by itself
 if [ "$code" -ne 0 ] && [ -z "$signalled" ]; then # a signal to the job ends a command of the setup, too
     fail setup
 fi
@@ -238,7 +238,11 @@ queue_by() { # COMMAND that queues the job: set next to the new job's id
     local answer
     answer=$("$@") || return
     next=$(sed -En 's|^(Submitted batch job )?([0-9]+)(;.*)?$|\2|p' <<<"$answer" | tail -n 1)
-    [ -n "$next" ] || why="the job may be in the queue, but no job id was told: $answer"
+    if [ -z "$next" ]; then
+        why="no job id was told, so look whether the job is in the queue: $answer"
+        resume_by= # it would be a second job
+        echo "$why"
+    fi
 }
 # A job that SLURM may queue again by itself is queued again by SLURM alone: a new one could be a second.
 if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
