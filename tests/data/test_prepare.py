@@ -182,12 +182,14 @@ def test_byte_order_marks_are_no_text_and_skipped_files_are_named(tmp_path, capl
     (folder / "c.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfthree\n"))
     (folder / "latin").write_bytes(b"caf\xe9\n")
     (folder / "empty").touch()
+    (folder / "link").symlink_to("nowhere")
     prepare_text([folder], tmp_path / "out")
     (shard,) = (tmp_path / "out").glob("*.h5")
     with h5py.File(shard) as file:
         assert sorted(bytes(file["tokens"][:]).split(b"\0")) == [b"", b"one\n", b"three\n", b"two"]
     assert f"skipped 1 file that is not UTF-8 text, such as {folder}/latin" in caplog.text
     assert f"skipped 1 file that is empty, such as {folder}/empty" in caplog.text
+    assert f"such as dangling links and pipes: {folder}/link" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def test_kinds_are_found_in_the_texts_of_a_csv_file(table, caplog):
     assert "column 'holes' is categorical, because '-' is no number, as all its" in caplog.text
 
 
-def test_kinds_are_those_of_the_types_of_parquet(tmp_path):
+def test_kinds_are_those_of_the_types_of_parquet(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "hpc_train")
     rows = pa.table(
         {
             "i": range(COUNT),
@@ -91,6 +92,7 @@ def test_kinds_are_those_of_the_types_of_parquet(tmp_path):
         "n": "numeric",
         "l": "ignored",
     }
+    assert "column 'l' is ignored: it is of type list<element: int64>" in caplog.text
 
 
 @pytest.mark.parametrize(

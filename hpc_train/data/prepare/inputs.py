@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,8 +16,11 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from hpc_train.data.tokenizer import BYTES
-from hpc_train.errors import DataError, SetupError, StorageError
+from hpc_train.errors import DataError, SetupError, StorageError, plural
 
+logger = logging.getLogger(__name__)
+
+NAMES_LOGGED = 5  # of files that are skipped
 COMPRESSED = (".gz", ".zst")
 RAW_BYTES = 1 << 16  # compressed bytes that are read at once
 BUFFER_BYTES = 1 << 20
@@ -245,6 +249,7 @@ def files_at(given: Path, wanted: str) -> Iterator[Path]:
 
 def _files_in(given: Path) -> Iterator[Path]:
     seen: set[str] = set()
+    others: list[str] = []
     tops = [given]
     for top in tops:  # it grows by links to folders
         for place, folders, names in os.walk(top, onerror=_refuse):
@@ -260,6 +265,14 @@ def _files_in(given: Path) -> Iterator[Path]:
                     regular = path.is_file()
                 if regular:
                     yield path
+                else:
+                    others.append(str(path))
+    if others:
+        logger.info(
+            "skipped %s that cannot be read as files, such as dangling links and pipes: %s",
+            plural(len(others), "name"),
+            ", ".join(others[:NAMES_LOGGED]),
+        )
 
 
 def _refuse(error: OSError) -> None:

@@ -21,6 +21,7 @@ import xxhash
 
 from hpc_train.data.prepare.inputs import (
     COMPRESSED,
+    NAMES_LOGGED,
     InputFile,
     InputPart,
     Tell,
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 TEXT_PIECE_BYTES = 1 << 20  # of text that is encoded at once
 LINE_BYTES = 4096
 SNIFFED_BYTES = 1 << 16  # of each file, to see whether it is text
-NAMES_LOGGED = 5
 SNIFFERS = 8  # threads; a file system over a network takes milliseconds to open a file
 
 

@@ -24,7 +24,7 @@ from hpc_train import files
 from hpc_train.data.check import check_shards
 from hpc_train.data.manifest import Manifest, Shard, parse_manifest
 from hpc_train.data.prepare.dealing import Dealing, make_portions
-from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
+from hpc_train.data.prepare.inputs import NAMES_LOGGED, InputFile, InputPart, TokenRecipe
 from hpc_train.data.prepare.partial import (
     PLAN,
     Preparation,
@@ -37,7 +37,7 @@ from hpc_train.data.prepare.partial import (
 )
 from hpc_train.data.prepare.portions import bytes_per_token, cut_portions, read_part, whole_parts
 from hpc_train.data.prepare.request import PrepareRequest, text_request
-from hpc_train.data.prepare.texts import NAMES_LOGGED, is_text_part
+from hpc_train.data.prepare.texts import is_text_part
 from hpc_train.data.tokenizer import BYTES, Tokenizer, loads
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError, plural

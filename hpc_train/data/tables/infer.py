@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -35,10 +35,24 @@ _Stored = Literal["text", "number", "truth", "date", "other"]
 
 @dataclass
 class _Sampled:
-    """What samples have of a column: how it is stored, and how often it has each text."""
+    """What samples have of a column: how it is stored, and how often it has each text.
+
+    `unread` says why its values are not read; it is "" if they are.
+    """
 
     stored: set[_Stored] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
+    unread: str = ""
+
+    def count(self, convert: Callable[..., ColumnValues], array: Any) -> None:
+        """Count the texts of an array, or note why it is not read."""
+        try:
+            raw = convert(array, "categorical", MISSING).raw
+        except DataError as error:
+            self.unread = error.cause.removesuffix(", not categorical")
+            return
+        assert isinstance(raw, Categories)
+        self.counts.update(text for text in raw.texts().tolist() if text is not None)
 
     def share(self, check: Callable[[str], bool]) -> float:
         """The share of the values that pass a check."""
@@ -83,9 +97,7 @@ def infer_schema(
     sampled = {name: _Sampled() for name in names}
     step = -(-len(files) // SAMPLED_TABLES)
     for file in files[::step]:
-        for name, stored, counts in _samples(file):
-            sampled[name].stored.add(stored)
-            sampled[name].counts.update(counts)
+        _sample(file, sampled)
     kinds = {name: _kind(column) for name, column in sampled.items()}
     for name in targets:
         if name not in names:
@@ -107,23 +119,26 @@ def infer_schema(
     )
 
 
-def _samples(file: TableFile) -> Iterator[tuple[str, _Stored, Counter[str]]]:
-    """For each column of a file's samples its name, how it is stored, and its texts."""
+def _sample(file: TableFile, sampled: dict[str, _Sampled]) -> None:
+    """Add the samples of a file to those of its columns."""
     missing = frozenset(MISSING)
     if file.format == "csv":
         names, blocks = sample_csv(file)
         for block in blocks:
             for name, column in zip(names, zip(*block, strict=True), strict=False):
-                yield name, "text", Counter(text for text in column if text.strip() not in missing)
+                sampled[name].stored.add("text")
+                sampled[name].counts.update(t for t in column if t.strip() not in missing)
     elif file.format == "parquet":
         names, batches = sample_parquet(file)
         for batch in batches:
             for name, array in zip(names, batch.columns, strict=True):
-                yield name, _stored_arrow(array.type), _texts(from_arrow, array)
+                sampled[name].stored.add(_stored_arrow(array.type))
+                sampled[name].count(from_arrow, array)
     else:
+        kinds: dict[str, _Stored] = {"b": "truth", "M": "date", "S": "text", "U": "text"}
         for name, array in sample_arrays(file).items():
-            kinds: dict[str, _Stored] = {"b": "truth", "M": "date", "S": "text", "U": "text"}
-            yield name, kinds.get(array.dtype.kind, "number"), _texts(from_array, array)
+            sampled[name].stored.add(kinds.get(array.dtype.kind, "number"))
+            sampled[name].count(from_array, array)
 
 
 def _stored_arrow(of: Any) -> _Stored:
@@ -137,16 +152,6 @@ def _stored_arrow(of: Any) -> _Stored:
     if pa.types.is_timestamp(of) or pa.types.is_date(of):
         return "date"
     return "other" if pa.types.is_nested(of) else "text"
-
-
-def _texts(convert: Callable[..., ColumnValues], array: Any) -> Counter[str]:
-    """How often each text is in an array; nothing if its type is none that is read."""
-    try:
-        raw = convert(array, "categorical", MISSING).raw
-    except DataError:
-        return Counter()
-    assert isinstance(raw, Categories)
-    return Counter(text for text in raw.texts().tolist() if text is not None)
 
 
 def _kind(column: _Sampled) -> ColumnKind:
@@ -242,7 +247,8 @@ def _tell(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> None:
             odd[0],
         )
     elif kind == "ignored" and not total:
-        logger.info("column %r is ignored: it has no value that can be read in the samples", name)
+        why = column.unread or "has no value in the samples"
+        logger.info("column %r is ignored: it %s", name, why)
     elif kind == "ignored":
         logger.info(
             "column %r is ignored: %d of its %d sampled values are different texts, so they may be "
