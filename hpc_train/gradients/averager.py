@@ -67,10 +67,14 @@ class GradientAverager(Protocol):
         """Average the gradients, once per step, after its last backward pass. Collective."""
 
     def norm(self) -> Tensor:
-        """The 2-norm of all averaged gradients, a float64 scalar. Collective."""
+        """Average, unless that is done: the 2-norm of all gradients, float64. Collective."""
 
     def scale_(self, factor: float) -> None:
-        """Multiply the averaged gradients by a number; all ranks must pass the same."""
+        """Average, unless that is done, and multiply all gradients by a number. Collective.
+
+        Args:
+            factor: the number, the same on all ranks.
+        """
 
     def step(self) -> None:
         """Average, unless that is done, and call the optimizer's own `step`. Collective."""

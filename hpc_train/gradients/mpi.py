@@ -360,7 +360,7 @@ class BucketAverager:
         return [(p, p.grad) for p in everything if p.grad is not None]
 
     def scale_(self, factor: float) -> None:
-        """Multiply the averaged gradients."""
+        """Multiply the averaged gradients. Collective."""
         if gradients := self._own():
             torch._foreach_mul_(gradients, factor)
 

@@ -211,7 +211,11 @@ class ShardedAverager(BucketAverager):
         )
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:
-        """The averaged gradients that this rank counts. Across `shards`, each is counted once."""
+        """Average, then give the parts that this rank counts (see `GradientAverager`). Collective.
+
+        Pieces have no gradients before that, and no promises that would average when looked at.
+        """
+        self.average()
         kept = [p for p in self.trained if p not in self.shared]
         whole = [(p, p.grad) for p in kept if p.grad is not None]
         slabs = self.parameters.slabs.items()
@@ -225,6 +229,7 @@ class ShardedAverager(BucketAverager):
         return square.sqrt()
 
     def _own(self) -> list[Tensor]:
+        self.average()
         kept = [p for p in self.trained if p not in self.shared]
         return [p.grad for p in [*self.parameters.slabs, *kept] if p.grad is not None]
 

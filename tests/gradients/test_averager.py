@@ -273,6 +273,22 @@ def test_local_steps_of_parameters_that_some_ranks_do_not_use(group, kind, dtype
     assert len({*group.gathered(ends)}) == 1
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_scaling_averages_first(job, zero):
+    model = nn.Linear(3, 2, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions(zero=zero))
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 3).double()).sum() * (job.world.rank + 1)).backward()
+        averager.scale_(0.5)
+        optimizer.step()
+    averager.close()
+    mean = (job.world.size + 1) / 2
+    assert torch.allclose(model.weight, before - mean)
+
+
 def test_a_rank_alone_clips_sparse_gradients(job):
     model = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())

@@ -166,7 +166,8 @@ def trained(case: Case, group: Group) -> tuple[nn.Module, list[float]]:
         averager.zero_grad()
         weight = averager.weight(len(part)) if case.uneven else 1.0
         backward(model, part, case, weight)
-        averager.average()
+        if step % 2:  # in the other steps the norm averages
+            averager.average()
         norm = float(averager.norm())
         norms.append(norm)
         if norm > 0.5:
@@ -235,6 +236,8 @@ def test_so_they_are_if_buckets_go_to_the_host_and_back(job, monkeypatch, number
     check(job, replace(drawn, engine="mpi", zero=0))
 
 
+# A sum inside of an operation on a gradient brings torch's own warning to Python.
+@pytest.mark.filterwarnings("ignore:Work..exception API:UserWarning")
 @pytest.mark.parametrize("number", numbers(SOME // 2))
 def test_so_they_are_if_buckets_are_summed_on_gpus(job, monkeypatch, number):
     """By engine nccl, for whose GPUs processors stand in."""
