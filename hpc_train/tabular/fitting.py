@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.model import division_of, shape_of, table_sizes
 from hpc_train.tabular.fitted import FittedTable
 from hpc_train.tabular.session import checking
-from hpc_train.tabular.settings import KIND_OF_MODEL, FitSettings
+from hpc_train.tabular.settings import KIND_OF_MODEL, OWN, FitSettings
 from hpc_train.training.in_memory import InMemoryTrainer
 from hpc_train.training.table_losses import TableLoss
 from hpc_train.training.task import TrainingTask
@@ -39,8 +39,18 @@ from hpc_train.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 THE_TABLE = "the table"  # part of the identity of a checkpoint
-MODEL_OF_KIND = {kind: model for model, kind in KIND_OF_MODEL.items()}
-NO_CHOICES = ("sizes", "dropout")  # of a shape: the table's, and what may change between starts
+MODELS = {kind: model for model, kind in KIND_OF_MODEL.items()}
+CHOICES = "choices"  # a key of a checkpoint's `about`
+DECIDING: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("run", ("seed",)),
+    ("model", ()),
+    ("optimizer", ()),
+    ("precision", ("dtype",)),
+    ("gradients", ("average_every", "reduction", "compression")),
+    ("run", ("steps", "patience")),
+    ("data", ("batch", "shuffle", "validation_every", "validation_batches")),
+)
+"""The sections of the configuration that decide what a fit makes, with their keys; () is all."""
 PASSES = 3  # operations of a step, as a multiple of those of its forward pass
 WORTH_A_THREAD = 7.5e8
 """Operations of a step for which one more thread saves time: benchmarks/table_threads.py."""
@@ -136,8 +146,7 @@ def fit_table(
             "dtype": config.precision.parameters,
             "quantiles": config.model.quantiles,
             "features": features.to_tree(),
-            "steps": config.run.steps,
-            "lr": config.optimizer.lr,
+            CHOICES: _choices(config, digest),
         },
         private_parameters=True,
         shape=shape,
@@ -241,11 +250,9 @@ def _check_same_fit(config: RunConfig, task: TrainingTask) -> None:
     saved = _newest_state(Path(config.run.dir))
     if saved is None:
         return
-    mine = {"run.seed": config.run.seed, "data.batch": config.data.batch, **task.identity}
-    wanted = json.loads(json.dumps(_choices(mine, task.about or {})))
-    made = _choices(saved["identity"], saved["about"])
-    for name, value in wanted.items():
-        if made.get(name) == value:
+    made = saved["about"].get(CHOICES, {})
+    for name, value in json.loads(json.dumps((task.about or {})[CHOICES])).items():
+        if name in made and made[name] == value:
             continue
         if name == THE_TABLE:
             raise CheckpointMismatch(
@@ -268,21 +275,16 @@ def _newest_state(directory: Path) -> dict[str, Any] | None:
     return None
 
 
-def _choices(identity: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a fit, by the words of its user. The table's number of rows decides batch."""
-    shape = about.get("shape", {}).items()
-    sizes = {f"model.{key}": one for key, one in shape if key not in NO_CHOICES}
-    return {
-        "seed": identity.get("run.seed"),
-        "model": MODEL_OF_KIND.get(identity.get("model.kind", "")),
-        "quantiles": identity.get("model.quantiles"),
-        **sizes,
-        "precision.dtype": about.get("dtype"),
-        THE_TABLE: identity.get(THE_TABLE),
-        "batch": identity.get("data.batch"),
-        "steps": about.get("steps"),
-        "lr": about.get("lr"),
-    }
+def _choices(config: RunConfig, digest: str) -> dict[str, Any]:
+    """What decides a fit to a table with this hash, by the words of its user."""
+    tree, chosen = asdict(config), {}
+    for section, keys in DECIDING:
+        for key in keys or tree[section]:
+            name, value = f"{section}.{key}", tree[section][key]
+            chosen[OWN.get(name, name).partition(" ")[0] or name] = MODELS.get(str(value), value)
+        if section == "gradients":
+            chosen[THE_TABLE] = digest  # it may decide the defaults of those after it
+    return chosen
 
 
 def _best(directory: Path) -> Path:

@@ -184,6 +184,9 @@ def test_another_fit_in_the_same_run_directory_is_refused(tmp_path):
         ({"config": EXACT}, "precision.dtype float32, this one has float64"),
         ({"steps": 21}, "steps 20, this one has 21"),
         ({"lr": 0.1}, "lr 0.002, this one has 0.1: set lr back"),
+        ({"patience": 3}, "patience 16, this one has 3"),
+        ({"config": SMALL | {"model.dropout": 0.5}}, "model.dropout 0.1, this one has 0.5"),
+        ({"config": SMALL | {"optimizer.schedule": "cosine"}}, "optimizer.schedule constant"),
     ):
         with pytest.raises(CheckpointMismatch, match=f"run_dir .* has a fit with {told}"):
             Regressor(**how | changes).fit(X, y)
