@@ -285,6 +285,7 @@ def take_claim(
     """
     folder = directory / FOLDER
     begin, asked, known = time.monotonic(), jobs(), 0
+    removed: FileNotFoundError | None = None
     while True:
         waited = time.monotonic() - begin
         said = asked and asked._replace(age=asked.age + waited)
@@ -297,9 +298,12 @@ def take_claim(
                 if _make(folder, known + 1, mine):
                     return Claim(folder, mine.token, known + 1, mine.timeout)
                 known += 1  # another start has made it, even if a cached list lacks it
-        except FileNotFoundError:  # somebody is removing the folder
-            known, owner, silent = 0, None, 0.0
+            removed = None
+        except FileNotFoundError as error:  # somebody is removing the folder, or nobody can make it
+            known, owner, silent, removed = 0, None, 0.0, error
         if waited > OWNER_PATIENCE:
+            if removed is not None:
+                raise removed
             who = owner if owner is not None else "a job that has just started"
             quoted = shlex.quote(str(folder))
             raise ClaimError(

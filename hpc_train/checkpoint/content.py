@@ -351,9 +351,11 @@ class Content:
             if own.get(key) != saved.get(key):
                 made = f"with {key} {saved[key]}" if key in saved else f"without {key}"
                 mine = own.get(key, "no such thing")
-                if key == "data" and isinstance(saved.get(key), str):
+                if key == "data" and key in saved:
+                    same = sorted(saved[key]) == sorted(mine) and isinstance(mine, list)
+                    what = "the same data in another order" if same else "other data"
                     raise CheckpointMismatch(
-                        f"{path} was made from other data: its manifest has the hash {saved[key]}, "
+                        f"{path} was made from {what}: its manifest has the hash {saved[key]}, "
                         f"the one of this run {mine}",
                         "set data.path back, or start anew in another directory",
                     )

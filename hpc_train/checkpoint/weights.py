@@ -221,9 +221,10 @@ def _tree(path: Path) -> dict[str, Any]:
 def _is_checkpoint(path: Path) -> bool:
     """Whether a file is a checkpoint of hpc_train, sound or not."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
         # A checkpoint that was never completed has a header of no length.
-        return length == 0 or b"hpc_train" in file.read(min(length, MAX_HEADER_BYTES))
+        return (first and not length) or b"hpc_train" in file.read(min(length, MAX_HEADER_BYTES))
 
 
 def _checkpoint(path: Path) -> _Source:

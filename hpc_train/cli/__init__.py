@@ -11,6 +11,7 @@ import os
 import select
 import sys
 from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train import __version__
@@ -84,6 +85,7 @@ def _open_streams() -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
+        _check_folder()
         if arguments[:1] == ["train"] and (code := _started_warm(arguments)) is not None:
             return code
         if arguments and arguments[0] in VERBS:
@@ -94,6 +96,16 @@ def _run(arguments: list[str]) -> int:
     except HpcTrainError as error:
         print_error(error)
         return error.exit_code
+
+
+def _check_folder() -> None:
+    """Check that the working folder is there: libraries look for it when they are loaded."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError(
+            "the working folder has been removed", "cd to a folder that is there"
+        ) from None
 
 
 def _reader_gone() -> bool:

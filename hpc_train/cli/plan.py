@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from hpc_train.cli.verb import COUNT, Parser, WithExamples, make_console, show_help, wants_help
-from hpc_train.errors import plural
+from hpc_train.errors import UserError, plural
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -107,6 +107,11 @@ def run(arguments: Sequence[str]) -> int:
     own, keys = file.separate(arguments)
     given = options().parse_args(own)
     if given.measure:
+        if given.nodes or given.ranks_per_node:
+            raise UserError(
+                "--measure measures its own ranks, and --nodes or --ranks_per_node is given",
+                "start as many ranks by a launcher, and leave these options out",
+            )
         from hpc_train.job.program import run as run_program
 
         return run_program(lambda runtime: _measure(given, keys, runtime))

@@ -26,6 +26,8 @@ def run(arguments: Sequence[str]) -> int:
         return show_help(file.config_parser(documented=True), arguments)
     path, given = file.split(arguments)
     if any(option.startswith("--print_config") for option in given):
+        plain = [option for option in given if not option.startswith("--print_config")]
+        file.load(path, plain, later=file.PATH_KEYS)  # checks the values
         file.load(path, given)  # the parser prints the configuration and exits
     from hpc_train.job.preemption import hold_signals
 

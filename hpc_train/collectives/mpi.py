@@ -236,7 +236,8 @@ class MpiCollectives:
             tensor.detach().copy_(wide)
             return
         datatype = _type(tensor)
-        if tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes <= LARGEST_MESSAGE:
+        plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+        if plain and tensor.nbytes <= LARGEST_MESSAGE:
             # The common case, without the copies below.
             with self.group.waiting(what), self._counted("sums", tensor):
                 self.comm.Allreduce(MPI.IN_PLACE, [_buffer(tensor), datatype], op=operation)
@@ -279,8 +280,8 @@ def reachable(tensor: Tensor) -> Tensor:
 
     A GPU's tensor is copied to host memory, pinned if it can be, unless MPI reads the GPU's.
     """
-    if tensor.is_cpu:
-        return tensor.detach().contiguous()
+    if tensor.is_cpu:  # a view may stand for other numbers than are in its memory
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not through_host(tensor.device):
         near = tensor.detach().contiguous()
         _work_of(near)()  # MPI knows nothing of streams

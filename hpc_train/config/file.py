@@ -48,13 +48,17 @@ def _expected(key: str) -> str:
     return f"{kind}; --{key}+ ITEM adds one to it" if kind == "a list" else kind
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path) -> bool:
     """Check that a file holds sections of known keys. `load` checks their values.
+
+    Returns:
+        Whether it has any; a file of comments has none.
 
     Raises:
         ConfigError: the file cannot be read, is no configuration, or has an unknown key.
     """
-    for name, section in keys.read_mapping(path, "configuration").items():
+    tree = keys.read_mapping(path, "configuration")
+    for name, section in tree.items():
         if name in SECTIONS:
             own = dict(section) if isinstance(section, dict) else section
             for part, kind in PARTS.items():
@@ -68,6 +72,7 @@ def check_file(path: Path) -> None:
                 keys.check_key(f"{name}.{key}", KEYS, path)
         else:
             keys.check_key(str(name), KEYS, path)
+    return bool(tree)
 
 
 def check_options(options: Sequence[str]) -> None:
@@ -76,12 +81,15 @@ def check_options(options: Sequence[str]) -> None:
     --section.key+ VALUE adds to a list.
 
     Raises:
-        ConfigError: an unknown key.
+        ConfigError: an unknown key, or a number that YAML reads as an octal one.
     """
-    for option in options:
-        name = option.partition("=")[0]
+    for option, following in zip(options, [*options, ""][1:], strict=True):
+        name, equals, value = option.partition("=")
         if name.startswith("--") and "." in name:
-            keys.check_key(name[2:].removesuffix("+"), KEYS)
+            key, value = name[2:].removesuffix("+"), value if equals else following
+            keys.check_key(key, KEYS)
+            if keys.is_octal(value) and "number" in _expected(key):
+                raise keys.octal_error(key, value)
 
 
 @functools.cache
@@ -150,8 +158,8 @@ def load(
     Raises:
         ConfigError: a key or value is wrong; the message names it.
     """
-    if path is not None:
-        check_file(Path(path))
+    if path is not None and not check_file(Path(path)):
+        path = None
     check_options(options)
     try:
         printed = any(option.startswith("--print_config") for option in options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -36,14 +37,27 @@ def read_mapping(
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # PyYAML raises any of them, for instance for a date that does not exist.
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    _check_once(text, path)
+    _check_text(text, path)
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a {what}", "write it as key: value")
     return tree or {}
 
 
-def _check_once(text: str, path: Path) -> None:
-    """Check that YAML gives no key twice: the last one would count."""
+def is_octal(text: str) -> bool:
+    """Whether YAML takes a text for an octal number, so that 010 would be 8."""
+    return bool(re.fullmatch("[-+]?0[0-7_]+", text))
+
+
+def octal_error(name: str, text: str, where: str = "") -> ConfigError:
+    """The error of a key whose value is an octal number."""
+    return ConfigError(
+        f"{where}{name} is {text}, which YAML reads as an octal number",
+        "write it without the zero in front",
+    )
+
+
+def _check_text(text: str, path: Path) -> None:
+    """Check that YAML gives no key twice, the last of which would count, and no octal number."""
     names: set[str] = set()
     seen: set[int] = set()
     left: list[tuple[str, Any]] = [("", yaml.compose(text, yaml.SafeLoader))]
@@ -52,6 +66,8 @@ def _check_once(text: str, path: Path) -> None:
         if id(node) in seen:  # an alias, perhaps within what it stands for
             continue
         seen.add(id(node))
+        if node is not None and node.tag.endswith(":int") and is_octal(node.value):
+            raise octal_error(name, node.value, f"{path}: ")
         if isinstance(node, yaml.SequenceNode):
             left += [(f"{name}[{place}]", one) for place, one in enumerate(node.value)]
         elif isinstance(node, yaml.MappingNode):

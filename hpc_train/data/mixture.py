@@ -225,9 +225,11 @@ class MixedOrder(SampleOrder):
     @property
     def identity(self) -> dict[str, Any]:
         """What decides the order besides seed, batch, shuffle, and number of samples."""
-        own = [order.identity for order in self.orders]
+        own, total = [order.identity for order in self.orders], sum(map(Fraction, self.weights))
         return {
-            "weights of the mixture": self.weights,
+            "shares of the mixture": [
+                float(weight / total) for weight in map(Fraction, self.weights)
+            ],
             "samples of each data set": [order.samples for order in self.orders],
             **({"order of each data set": own} if any(own) else {}),
         }

@@ -45,6 +45,22 @@ class _Memory:
         return torch.from_numpy(self.parts[0]), torch.from_numpy(self.parts[1])
 
 
+def check_one_sample(directory: Path, manifest: Manifest, split: str, sequence: int) -> None:
+    """Check that a split has at least one sample of `sequence` tokens and their targets.
+
+    Raises:
+        DataError: it has none.
+    """
+    shards = manifest.splits.get(split, ())
+    if any(shard.tokens > sequence for shard in shards):
+        return
+    raise DataError(
+        f"split {split} of {directory} has {plural(manifest.tokens(split), 'token')} in "
+        f"{plural(len(shards), 'shard')}: not one sample of {sequence} + 1",
+        "prepare more text, or use a smaller model.sequence",
+    )
+
+
 class TokenDataset:
     """Samples of consecutive tokens, read from the shards by file offset.
 
@@ -93,12 +109,7 @@ class TokenDataset:
         self.ends = counts.cumsum()
         self.skipped = (self.ends - counts) * self.stride  # bytes of the samples in earlier shards
         self._renew()
-        if len(self) == 0:
-            raise DataError(
-                f"split {split} of {directory} has {plural(manifest.tokens(split), 'token')} in "
-                f"{plural(len(counts), 'shard')}: not one sample of {sequence} + 1",
-                "prepare more text, or use a smaller model.sequence",
-            )
+        check_one_sample(directory, manifest, split, sequence)
         if damaged not in ("raise", "substitute"):
             raise ConfigError(f"damaged is {damaged!r}", "give raise or substitute")
         self.substitutes = Substitutes(len(self)) if damaged == "substitute" else None

@@ -176,6 +176,7 @@ def average_gradients(
     tensors = [*parameters, *model.buffers()]
     with agreed(group):
         _check_writable(model, optimizer)
+        _check_only_steps_write(model, alone=group.size == 1 or options.average_every > 1)
     for tensor in {id(tensor): tensor for tensor in tensors}.values():  # tied ones only once
         collectives.broadcast_(tensor.data)
     broadcast_state(optimizer, collectives)
@@ -275,6 +276,26 @@ def _check_writable(model: nn.Module, optimizer: Optimizer) -> None:
                 f"parameter {names.get(id(parameter), 'of the optimizer')} was made by expand(): "
                 "several of its elements are one number in memory, which no optimizer can update",
                 "make it from tensor.contiguous(), or expand a smaller parameter where it is used",
+            )
+
+
+def _check_only_steps_write(model: nn.Module, *, alone: bool) -> None:
+    """Check that no forward pass changes parameters by the samples that a rank has.
+
+    Args:
+        model: the model.
+        alone: whether this rank's parameters may differ from the others'.
+
+    Raises:
+        UserError: one does, so that the ranks' parameters would drift apart.
+    """
+    for name, module in model.named_modules():
+        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if embeds and module.max_norm is not None and not alone:
+            raise UserError(
+                f"{name} is an {type(module).__name__} with max_norm, whose forward pass changes "
+                "the rows that a rank's samples use, on this rank only",
+                "leave max_norm out, and scale its rows on all ranks after the optimizer's step",
             )
 
 

@@ -421,7 +421,8 @@ class BucketAverager:
         self._closed = True
         filling = self._filling
         # Sums that have begun on some ranks can end only if all ranks take part in them.
-        if self.group.largest(int(filling.begun > 0 and not filling.over)):
+        sums = int(filling.begun > 0 and not filling.over)
+        if self.group.largest(sums, "the end of averaging (close)"):
             if filling.over:
                 filling.begin_step()
             filling.sum_rest()

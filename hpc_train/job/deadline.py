@@ -5,6 +5,7 @@ One rank asks, once, before MPI is started: a process that has MPI must not star
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -40,7 +41,9 @@ def of_job(group: Group, margin: float | None = None) -> float | None:
     noted = group.from_first(lambda: os.environ.get(DEADLINE))
     with suppress(ValueError):
         needed = seconds_to_end(group.size) if margin is None else margin
-        return float(noted) - needed if noted else None
+        end = float(noted) if noted else None
+        if end is None or not math.isnan(end):
+            return None if end is None else end - needed
     raise UserError(f"{DEADLINE} is {noted!r}", "set it to the job's end in seconds since 1970")
 
 

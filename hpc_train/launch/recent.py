@@ -49,13 +49,14 @@ class RecentRecords:
         values = [value for value in self.values(key) if math.isfinite(value)]
         return statistics.median(values) if values else math.nan
 
-    def lines(self, *, runs: bool = True) -> list[str]:
+    def lines(self, state: str = "running") -> list[str]:
         """Lines that say the speed, the work that is left, and the share of waiting.
 
         Args:
-            runs: whether a job runs; else nobody knows when the rest will be done.
+            state: what the run does, as `state_in_words` says. Only of one that is running it is
+                known when the rest will be done.
         """
-        return [line for line in (self._speed(), self._left(runs), self._waiting()) if line]
+        return [line for line in (self._speed(), self._left(state), self._waiting()) if line]
 
     def curves(self, width: int) -> list[str]:
         """A line for each curve: its name, its drawing, its last, least and greatest value.
@@ -87,13 +88,15 @@ class RecentRecords:
                 return f"speed: {time_text(seconds)} per step, {rate:,.0f} {key}/s"
         return f"speed: {time_text(seconds)} per step"
 
-    def _left(self, runs: bool) -> str:
+    def _left(self, state: str) -> str:
         seconds, step, end = self.typical("step_seconds"), self.last.get("step"), _steps(self.run)
         if not isinstance(step, int) or not end or not seconds > 0:
             return ""
         if step >= end:
             return f"all of its {plural(end, 'step is', 'steps are')} done"
-        about = f", about {time_text((end - step) * seconds)}" if runs else ""
+        if state.startswith("finished"):  # by run.patience or `loop.stop()`
+            return f"ended after {step} of {plural(end, 'step')}"
+        about = f", about {time_text((end - step) * seconds)}" if state == "running" else ""
         return f"left: {end - step} of {plural(end, 'step')}{about}"
 
     def _waiting(self) -> str:

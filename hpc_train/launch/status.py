@@ -98,7 +98,7 @@ def _progress(run: Path, curves: int) -> list[str]:
             lines.append(
                 f"{before}step {record.get('step')}{loss}, recorded {time_text(round(age))} ago"
             )
-            lines += [f"{before}{line}" for line in recent.lines(runs=state == "running")]
+            lines += [f"{before}{line}" for line in recent.lines(state)]
             lines += [f"{before}{line}" for line in recent.curves(curves)] if curves else []
         for name in ("checkpoints/LATEST", "LATEST"):  # the second is a Loop's
             with suppress(OSError):
@@ -230,6 +230,8 @@ def log_of(run: Path, rank: int | None) -> Path:
             return max(outputs, key=lambda path: path.stat().st_mtime)
     if not path.exists():
         logs = sorted(found.name for found in (run / "logs").glob("rank-*.log"))
-        there = f"there are {logs[0]} to {logs[-1]}" if logs else "no job of the run has begun yet"
+        there = "no job of the run has begun yet"
+        if logs:
+            there = f"there are {logs[0]} to {logs[-1]}" if len(logs) > 1 else f"there is {logs[0]}"
         raise UserError(f"there is no {path}", there)
     return path

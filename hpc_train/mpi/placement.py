@@ -193,8 +193,8 @@ def data_parallel(world: int, dp: int | None, tp: int, pp: int) -> int:
         ConfigError: a size is below 1, or the product of the sizes is not the number of ranks.
     """
     for name, size in (("dp", dp), ("tp", tp), ("pp", pp)):
-        if size is not None and size < 1:
-            raise ConfigError(f"parallel.{name} is {size}", "give 1 or more")
+        if size is not None and not (isinstance(size, int) and size >= 1):
+            raise ConfigError(f"parallel.{name} is {size!r}", "give a whole number, 1 or more")
     if dp is None and world % (tp * pp) == 0:
         return world // (tp * pp)
     if dp is not None and dp * tp * pp == world:

@@ -291,6 +291,8 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             center, scale = float(rows.target.mean()), float(rows.target.std())
         if not np.isfinite(scale):
             raise ValueError("y has values whose squares exceed float64: scale y down")
+        if not scale and np.ptp(rows.target) > 0:
+            raise ValueError("y has differences whose squares are 0 in float64: scale y up")
         return TargetValues(task="regression", names=("y",), center=center, scale=scale or 1.0)
 
 

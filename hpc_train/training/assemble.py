@@ -373,7 +373,7 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
     if data.damaged == "substitute" and getattr(task.dataset, "substitutes", None) is None:
         raise ConfigError(
             "data.damaged is substitute, but the data set substitutes no samples",
-            "leave data.damaged out, or give a TokenDataset with damaged='substitute'",
+            "leave data.damaged out; TokenDataset with damaged='substitute' is one that does",
         )
 
 

@@ -11,6 +11,7 @@ from hpc_train.config import ModelSection, RunConfig
 from hpc_train.data import manifest as manifests
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.packing import PACKED_TOGETHER
+from hpc_train.data.shards import check_one_sample
 from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import ConfigError
 from hpc_train.models.gpt.module import counted_targets
@@ -46,6 +47,9 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         directory, manifest = next(iter(found.items()))  # all have the same vocabulary
         shape = trained_shape(config.model, manifest)
         shape.check(division_of(config.parallel))
+        if config.data.across_documents:  # before memory for samples of this length is looked for
+            for folder, its in found.items():
+                check_one_sample(folder, its, "train", config.model.sequence or 0)
     job, most = job_that_fits(config, shape, runtime)
     with agreed(group):
         torch.manual_seed(config.run.seed)

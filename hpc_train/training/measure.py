@@ -338,11 +338,15 @@ def short(number: float) -> float:
 def write(made: Machine, path: Path, ranks: int) -> None:
     """Write a description that was measured on `ranks` ranks.
 
+    A file that is there, which its user may have written, is kept with the ending .old.
+
     Raises:
         UserError: the file cannot be written.
     """
     header = f"# Measured by `hpc-train plan --measure` on {plural(ranks, 'rank')}.\n"
     try:
+        if path.exists():
+            path.with_name(f"{path.name}.old").write_bytes(path.read_bytes())
         files.write_text(path, header + made.to_yaml())
     except OSError as error:
         remedy = "name another file with --machine"

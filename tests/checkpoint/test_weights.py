@@ -163,9 +163,10 @@ def test_what_is_no_weights_is_refused(tmp_path):
         start(tmp_path / "none", gpt())
     with pytest.raises(DataError, match=r"has neither model.safetensors nor checkpoints"):
         start(tmp_path, gpt())
-    (tmp_path / "text").write_text("no weights\n" * 9)
-    with pytest.raises(DataError, match="is no sound safetensors file"):
-        start(tmp_path / "text", gpt())
+    for text in ("no weights\n" * 9, ""):
+        (tmp_path / "text").write_text(text)
+        with pytest.raises(DataError, match="is no sound safetensors file"):
+            start(tmp_path / "text", gpt())
     whole = tmp_path / "whole"
     save_file(tensors(gpt()), whole)
     (tmp_path / "short").write_bytes(whole.read_bytes()[:-8])

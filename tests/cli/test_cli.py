@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,22 @@ def test_print_config_gives_a_file_that_means_the_same(tmp_path):
     assert printed.returncode == 0
     (tmp_path / "all.yaml").write_text(printed.stdout)
     assert load(tmp_path / "all.yaml") == load(None, options)
+
+
+def test_print_config_refuses_what_training_refuses():
+    done = run(*command("train", "--print_config", "--optimizer.lr", "-1"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "hpc-train: error: optimizer.lr is -1.0: give 0 or more\n"
+
+
+def test_a_working_folder_that_is_gone_is_one_line(tmp_path):
+    away = f"cd {tmp_path}/a && rmdir {tmp_path}/a && "
+    (tmp_path / "a").mkdir()
+    script = str(Path(sys.executable).with_name("hpc-train"))
+    done = run("bash", "-c", away + shlex.join([script, "train", "--run.steps", "3"]))
+    assert done.returncode == 2
+    assert done.stderr.startswith("hpc-train: error: the working folder has been removed: ")
+    assert done.stderr.count("\n") == 1
 
 
 PLAN = ["plan", "--model.vocab", "100"]

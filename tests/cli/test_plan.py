@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import plan
+from hpc_train.errors import UserError
 from hpc_train.training import measure
 from tests.programs import hpc_train as command
 from tests.programs import run
@@ -42,6 +43,11 @@ def test_this_machine_is_measured_and_each_figure_says_where_it_comes_from(plann
     assert origins["across.beta"] == "assumed"
     assert "mpirun -np 4 hpc-train plan CONFIG.yaml --measure" in said.out
     assert "warning" not in said.out
+
+
+def test_the_ranks_that_are_measured_are_those_of_the_job(planned):
+    with pytest.raises(UserError, match="--measure measures its own ranks"):
+        planned("--measure", *JOB)
 
 
 def test_a_busy_machine_is_warned_of(planned, monkeypatch):

@@ -109,6 +109,8 @@ def test_a_folder_that_is_no_run_has_no_status(desk):
 def test_logs_are_the_newest_output_or_those_of_a_rank(desk):
     run = desk.folder / "runs/my"
     assert "no job of the run has begun yet" in only_line(desk.run("logs", "runs/my").stderr)
+    (run / "logs/rank-000.log").touch()
+    assert "there is rank-000.log" in only_line(desk.run("logs", "runs/my", "--rank", "9").stderr)
     for rank in range(2):
         (run / f"logs/rank-{rank:03d}.log").write_text(f"rank {rank}\n")
     assert desk.run("logs", "runs/my").stdout == "rank 0\n", "PBS has none before a job's end"
@@ -204,7 +206,8 @@ def test_the_status_says_what_the_run_does(desk):
         text = "".join(json.dumps(event) + "\n" for event in [*events, *more])
         (run / "events.jsonl").write_text(text)
         lines = desk.run("status", "runs/my").stdout.splitlines()
-        assert ("    left: 97 of 100 steps" in lines) == (lines[2] != "    running")
+        known = lines[2] in ("    running", "    finished")
+        assert ("    left: 97 of 100 steps" in lines) == (not known)
         return lines[2].strip()
 
     assert state() == "no job runs, and no end is recorded"

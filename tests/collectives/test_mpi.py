@@ -166,6 +166,17 @@ def test_tensors_may_lie_in_any_order(group):
     assert torch.equal(tensor, torch.full((2, 3, 4, 5), group.size * (group.size - 1.0)))
 
 
+def test_views_that_stand_for_other_numbers_than_memory_has(job):
+    over, rank = connect(job.world), job.world.rank
+    negative = torch.complex(torch.zeros(2), torch.full((2,), rank + 1.0)).conj().imag
+    assert negative.is_neg()
+    over.max_(negative)
+    assert negative.tolist() == [-1.0, -1.0]
+    turned = torch.tensor([1j * (rank + 1)]).conj()
+    over.broadcast_(turned if rank != 1 else turned.resolve_conj())
+    assert turned.tolist() == [-1j] or rank == 1
+
+
 class Limited:
     """A communicator that refuses large counts, as MPI-3 does from 2 ** 31 on."""
 

@@ -99,6 +99,7 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ),
         ("model: {layers: many}", "model.layers is 'many': it takes a whole number"),
         ("run: {steps: 0}", "run.steps is 0: give 1 or more"),
+        ("run: {steps: 010}", "run.steps is 010, which YAML reads as an octal number"),
         ("run: {steps: 1, epochs: 1}", "run.steps and run.epochs are both given"),
         ("model: {hidden: 64, heads: 3}", "does not divide model.hidden 64: nearest that do: 2, 4"),
         ("model: {dropout: 1.0}", "model.dropout is 1.0"),
@@ -248,3 +249,16 @@ def test_a_gpt_has_no_classes_to_balance(key):
 def test_classes_are_balanced_in_one_way_only():
     with pytest.raises(ConfigError, match="class_weights and data.sampling are both balanced"):
         load(None, ["--data.class_weights", "balanced", "--data.sampling", "balanced"])
+
+
+def test_a_number_with_a_zero_in_front_is_no_other_number(tmp_path):
+    for options in (["--run.steps", "010"], ["--optimizer.lr=-07"]):
+        with pytest.raises(ConfigError, match="which YAML reads as an octal number"):
+            load(None, options)
+    assert load(None, ["--run.dir", "007", "--run.seed", "0"]).run.dir == "007"
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# nothing yet\n", "---\n"])
+def test_an_empty_file_has_the_defaults(tmp_path, text):
+    (tmp_path / "a.yaml").write_text(text)
+    assert load(tmp_path / "a.yaml", ["--run.steps=3"]) == load(None, ["--run.steps=3"])

@@ -301,6 +301,16 @@ def test_a_rank_alone_clips_sparse_gradients(job):
     averager.close()
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_that_a_forward_pass_changes_are_refused(job, kind):
+    model = nn.ModuleDict({"e": kind(4, 2, max_norm=1.0)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=f"e is an {kind.__name__} with max_norm"):
+        average_gradients(model, optimizer, job.world)
+    for group, options in ((Group(), {}), (job.world, {"average_every": 2})):
+        average_gradients(model, optimizer, group, AveragingOptions(**options)).close()
+
+
 def test_a_parameter_made_by_expand_is_refused_before_training(job):
     model = nn.Linear(3, 2)
     model.weight = nn.Parameter(torch.ones(1, 3).expand(2, 3))

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from hpc_train.errors import UserError
 from hpc_train.job import deadline
 from hpc_train.launch import protocol
 from hpc_train.mpi.group import Group
@@ -76,6 +77,13 @@ def test_the_more_ranks_a_job_has_the_earlier_its_training_is_over(monkeypatch):
     assert few + 5 < many < 60
     assert many + 30 < most < 300
     assert deadline.of_job(Group(0, 8192), 7.0) == 1.7e9 - 7, "the user knows better"
+
+
+def test_an_end_that_is_no_number_is_refused(monkeypatch):
+    for text in ("nan", "tomorrow"):
+        monkeypatch.setenv(protocol.DEADLINE, text)
+        with pytest.raises(UserError, match=f"HPC_TRAIN_DEADLINE is '{text}'"):
+            deadline.of_job(Group())
 
 
 def test_what_the_script_says_comes_first(answers, monkeypatch):

@@ -33,6 +33,8 @@ def test_speed_work_left_and_waiting(tmp_path):
         "left: 990 of 1000 steps, about 33 min",
         "waiting of rank 0: 25% for other ranks, 1% for data",
     ]
+    assert found.lines("stopped")[1] == "left: 990 of 1000 steps"
+    assert found.lines("finished")[1] == "ended after 10 of 1000 steps"
     assert recent(tmp_path, [record(1000)]).lines()[1] == "all of its 1000 steps are done"
 
 

@@ -191,7 +191,8 @@ def test_ten_thousand_ranks():
         ((8, None, 3, 1), "tp 3 x pp 1 is 3, which does not divide", "dp 2 x tp 4 x pp 1"),
         ((6, None, 2, 4), "tp 2 x pp 4 is 8, which does not divide", "dp 1 x tp 2 x pp 3"),
         ((1, 2, 1, 1), "dp 2 x tp 1 x pp 1 is 2, the job has 1 rank", "dp 1 x tp 1 x pp 1"),
-        ((4, None, 0, 1), "parallel.tp is 0", "give 1 or more"),
+        ((4, None, 2.0, 1), "parallel.tp is 2.0", "give a whole number, 1 or more"),
+        ((4, None, 0, 1), "parallel.tp is 0", "give a whole number, 1 or more"),
     ],
 )
 def test_wrong_sizes_are_refused_with_the_nearest_that_fit(asked, says, nearest):

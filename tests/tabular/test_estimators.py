@@ -217,6 +217,8 @@ def test_targets_that_cannot_be_learned_are_named():
         Classifier().fit(X, np.tile([[0, 1], [1, 2], [2, 0]], (10, 1)))
     with pytest.raises(ValueError, match="y has values whose squares exceed float64"):
         Regressor().fit(X, y * 1e300)
+    with pytest.raises(ValueError, match="y has differences whose squares are 0 in float64"):
+        Regressor().fit(X, y * 1e-200)
     with pytest.raises(ValueError, match="y has a value that is no number: .*'tall'"):
         Regressor().fit(X, ["tall"] * 30)
     with pytest.raises(ValueError, match="X has rows of different lengths"):

@@ -134,7 +134,9 @@ def test_ranks_measure_together(monkeypatch, job, together):
         assert made.inside.beta > 0
     path = together / "machine.yaml"
     if job.world.rank == 0:
+        path.write_text("device: cpu  # written by hand\n")
         measure.write(made, path, job.world.size)
+        assert path.with_name("machine.yaml.old").read_text().endswith("by hand\n")
         assert path.read_text().startswith("# Measured by `hpc-train plan --measure` on ")
         assert read(path) == made
     job.world.barrier()

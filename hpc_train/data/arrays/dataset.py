@@ -7,6 +7,7 @@ ranks read them by file offset (`regions`), without the HDF5 library.
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -152,6 +153,10 @@ class Arrays:
         pieces = [sum(rows)] if window.continuous else rows
         counts = [max(0, (have - length) // window.stride + 1) for have in pieces]
         self._window_ends = [*accumulate(counts)]
+        if not sum(rows):
+            raise DataError(
+                f"{paths[0]}: variable {self.names[0]} has no rows", "give files with some rows"
+            )
         if not len(self):
             raise DataError(
                 f"the files have {sum(rows)} rows in all: not one window of {length}"
@@ -168,7 +173,7 @@ class Arrays:
 
     def __getitem__(self, index: int) -> Any:
         """Read a sample; as `fetch`, without the axis of samples."""
-        if not -len(self) <= index < len(self):
+        if not -len(self) <= operator.index(index) < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return _first(self.fetch([index % len(self)]))
 
@@ -236,7 +241,7 @@ class Arrays:
                 for name, shape in self._shapes.items()
             }
         for place, index in enumerate(indices):
-            window, corner = divmod(int(index), len(self._corners))
+            window, corner = divmod(operator.index(index), len(self._corners))
             row = self._first_row(window) + first
             for name in self.names:
                 self._read_rows(name, row, self._corners[corner], into[name][place])
@@ -321,9 +326,13 @@ def _first(found: Any) -> Any:
 def _check_arguments(
     paths: Sequence[Any], names: tuple[str, ...], missing: str, window: Window | None
 ) -> None:
+    if wrong := [path for path in paths if not isinstance(path, (str, Path))]:
+        raise UserError(f"{wrong[0]!r} is given as a file", "give paths as str or Path")
     for what, given in (("file", paths), ("variable", names)):
-        if not given or len(set(given)) < len(given):
-            raise UserError(f"no {what} is given, or one twice", f"give each {what} once")
+        if not given:
+            raise UserError(f"no {what} is given", f"give one {what} or more")
+        if len(set(given)) < len(given):
+            raise UserError(f"a {what} is given twice", f"give each {what} once")
     if missing not in ("nan", "refuse"):
         raise UserError(f"missing is {missing!r}", 'give "nan" or "refuse"')
     if window is not None and (min(window.steps, window.stride) < 1 or window.ahead < 0):

@@ -34,6 +34,19 @@ SUM_BYTES = 4  # of a checksum
 WORDS_AT_ONCE = 1 << 15  # so that sums of products of 16 bits fit into 64 bits
 
 
+class Unreadable(ValueError):
+    """A sound variable cannot be read here.
+
+    Args:
+        why: the reason.
+        remedy: what the user can do.
+    """
+
+    def __init__(self, why: str, remedy: str) -> None:
+        super().__init__(why)
+        self.remedy = remedy
+
+
 @dataclass(frozen=True)
 class Filter:
     """One filter of a variable: its registered number, and the values that it was given."""
@@ -58,14 +71,15 @@ def known_filter(tree: Any) -> Filter:
     if code == SHUFFLE and not (values and 1 <= values[0] <= 1 << 16):
         raise ValueError("its shuffle filter has no size of elements")
     if code in OF_PLUGINS and _plugin(code) is None:
-        raise ValueError(
+        raise Unreadable(
             f"its filter {OF_PLUGINS[code]} ({code}) needs the package hdf5plugin, which is not "
-            "installed here: `pip install hdf5plugin`"
+            "installed here",
+            "`pip install hdf5plugin`",
         )
     if code not in NAMES:
-        raise ValueError(
-            f"its filter {ascii(name)[1:-1]} ({code}) is not supported; write it with gzip "
-            "(h5repack -f GZIP=1, nccopy -d 1)"
+        raise Unreadable(
+            f"its filter {ascii(name)[1:-1]} ({code}) is not supported",
+            "write it with gzip (h5repack -f GZIP=1, nccopy -d 1)",
         )
     return Filter(code, tuple(values))
 

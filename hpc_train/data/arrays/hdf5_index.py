@@ -3,7 +3,8 @@
 The HDF5 library ends the process at some damaged files, so only the helper opens them. The helper
 reads one line of JSON per file, {"path": ..., "names": [...] or null}. It answers each with one
 line: {"variables": {name: ...}} or {"error": ...}. `stored.parse_variable` has the keys of a
-variable. A variable that cannot be read without the HDF5 library is {"refused": reason}.
+variable. A variable that cannot be read without the HDF5 library is {"refused": reason}, if need
+be with the key "remedy".
 
     python -m hpc_train.data.arrays.hdf5_index SECONDS     # requests on standard input
 """
@@ -18,14 +19,17 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
 
 MOST_VARIABLES = 10_000  # variables of one file
+NAMES_SHOWN = 20
 MOST_CHUNKS = 1 << 22  # stored chunks of one variable; each takes 24 bytes on every rank
 ROOM_BYTES = 4 << 30  # memory that the helper may take for a file
 WIDTHS = {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "b": (1,), "f": (2, 4, 8)}
+GIVE = "give one of them"
 REWRITE = "write it again as an ordinary contiguous or chunked variable"
 
 
@@ -100,8 +104,8 @@ def _variable(file: Any, path: str, name: str) -> dict[str, Any]:
     try:
         thing = file.get(name)
         if not isinstance(thing, h5py.Dataset):
-            known = ", ".join(_all_names(file)[:20]) or "none"
-            return {"refused": f"the file has no such variable. Its variables are: {known}"}
+            known = _told(_all_names(file), name)
+            return {"refused": f"the file has no such variable. {known}", "remedy": GIVE}
         return _described(file, path, thing)
     except _Refused as reason:
         return {"refused": str(reason)}
@@ -109,6 +113,14 @@ def _variable(file: Any, path: str, name: str) -> dict[str, Any]:
         raise
     except Exception as error:  # noqa: BLE001  # one damaged variable leaves the others readable
         return {"refused": f"the HDF5 library says: {' '.join(str(error).split())[:300]}"}
+
+
+def _told(known: list[str], name: str) -> str:
+    """The variables of a file, for a message; of many those that are most like a name."""
+    if len(known) <= NAMES_SHOWN:
+        return f"Its variables are: {', '.join(known) or 'none'}"
+    alike = sorted(known, key=lambda one: -SequenceMatcher(None, one, name).ratio())
+    return f"It has {len(known)} others, among them: {', '.join(alike[:NAMES_SHOWN])}"
 
 
 class _Refused(Exception):

@@ -25,6 +25,7 @@ from typing import Any
 
 from hpc_train import files
 from hpc_train.data import fork_server
+from hpc_train.data.arrays.filters import Unreadable
 from hpc_train.data.arrays.hdf5_index import answer_requests
 from hpc_train.data.arrays.stored import Stored, parse_variable
 from hpc_train.errors import DataError, UserError
@@ -184,13 +185,13 @@ def _checked(path: Path, names: Sequence[str], answer: Answer) -> FileIndex:
 def _parsed(path: Path, name: str, tree: Any, file_bytes: int, *, numbers: bool = True) -> Stored:
     what = f"{path}: variable {name}"
     if isinstance(tree, dict) and "refused" in tree:
-        raise DataError(
-            f"{what}: {str(tree['refused'])[:2000]}", "docs/how-to/arrays.md has limits"
-        )
+        remedy = str(tree.get("remedy", "docs/how-to/arrays.md has limits"))
+        raise DataError(f"{what}: {str(tree['refused'])[:2000]}", remedy)
     try:
         stored = parse_variable(tree, file_bytes)
     except ValueError as error:
-        raise DataError(f"{what} cannot be read: {error}", CHECK_FILE) from None
+        remedy = error.remedy if isinstance(error, Unreadable) else CHECK_FILE
+        raise DataError(f"{what} cannot be read: {error}", remedy) from None
     if numbers and stored.dtype.kind in "SV":
         raise DataError(
             f"{what}: its type is {str(stored.dtype)[:80]}. Only whole numbers and floats are read",

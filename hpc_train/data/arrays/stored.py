@@ -16,7 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.data.arrays.filters import DEFLATE, FLETCHER32, SHUFFLE, Filter, known_filter
+from hpc_train.data.arrays.filters import (
+    DEFLATE,
+    FLETCHER32,
+    SHUFFLE,
+    Filter,
+    Unreadable,
+    known_filter,
+)
 
 LARGEST_CHUNK = 1 << 30  # bytes of a chunk's values
 LARGEST_LENGTH = 1 << 62  # of an axis, and of all values
@@ -96,7 +103,7 @@ def parse_variable(tree: Any, file_bytes: int) -> Stored:
     kind = tree.get("dtype")
     dtype = _row_type(kind, tree.get("row_bytes")) if isinstance(kind, list) else _type(kind)
     if not all(shape[1:]):
-        raise ValueError("an axis has the length 0")
+        raise Unreadable("an axis has the length 0", "leave it out: it has no values")
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes > VALUES_PER_BYTE * file_bytes + SPARE_BYTES:
         raise ValueError(

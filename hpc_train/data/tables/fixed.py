@@ -222,6 +222,11 @@ def _target(schema: TableSchema, trees: Sequence[Any]) -> TargetValues | None:
         return TargetValues(task="multilabel", names=schema.targets, shares=shares)
     [one] = summaries
     _check_finite(schema.targets[0], one)
+    if one.std == 0 and one.least < one.most:
+        raise DataError(
+            f"the numbers of {schema.targets[0]} are so small that their standard deviation is 0",
+            "multiply them",
+        )
     return TargetValues(
         task="regression", names=schema.targets, center=one.mean, scale=one.std or 1.0
     )
