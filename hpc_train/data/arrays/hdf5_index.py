@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 MOST_VARIABLES = 10_000  # variables of one file
-NAMES_SHOWN = 20
+VARIABLES_SHOWN = 20
 MOST_CHUNKS = 1 << 22  # stored chunks of one variable; each takes 24 bytes on every rank
 ROOM_BYTES = 4 << 30  # memory that the helper may take for a file
 WIDTHS = {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "b": (1,), "f": (2, 4, 8)}
-GIVE = "give one of them"
+GIVE_OTHER = "give one of them"
 REWRITE = "write it again as an ordinary contiguous or chunked variable"
 
 
@@ -105,7 +105,7 @@ def _variable(file: Any, path: str, name: str) -> dict[str, Any]:
         thing = file.get(name)
         if not isinstance(thing, h5py.Dataset):
             known = _told(_all_names(file), name)
-            return {"refused": f"the file has no such variable. {known}", "remedy": GIVE}
+            return {"refused": f"the file has no such variable. {known}", "remedy": GIVE_OTHER}
         return _described(file, path, thing)
     except _Refused as reason:
         return {"refused": str(reason)}
@@ -117,10 +117,10 @@ def _variable(file: Any, path: str, name: str) -> dict[str, Any]:
 
 def _told(known: list[str], name: str) -> str:
     """The variables of a file, for a message; of many those that are most like a name."""
-    if len(known) <= NAMES_SHOWN:
+    if len(known) <= VARIABLES_SHOWN:
         return f"Its variables are: {', '.join(known) or 'none'}"
     alike = sorted(known, key=lambda one: -SequenceMatcher(None, one, name).ratio())
-    return f"It has {len(known)} others, among them: {', '.join(alike[:NAMES_SHOWN])}"
+    return f"It has {len(known)} others, among them: {', '.join(alike[:VARIABLES_SHOWN])}"
 
 
 class _Refused(Exception):
