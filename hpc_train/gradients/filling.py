@@ -140,8 +140,10 @@ class Filling:
             parameter.grad = slot.pending
         elif not (slot.filled or slot.begun):
             raise UserError(
-                "a backward pass came after averaging, and gradients were neither dropped nor used",
-                "call zero_grad before each step's first backward pass",
+                "a backward pass came after gradients were averaged, and nothing can be added to "
+                "averaged ones that ranks share, as with memory.zero",
+                "call zero_grad before each step's first backward pass, and the averager's norm "
+                "and scale_ after its last one",
             )
         slot.arrived += 1
         self._arrived(slot)

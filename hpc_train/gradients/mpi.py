@@ -167,7 +167,7 @@ class BucketAverager:
         elif any(slot.in_sum for slot in dropped):
             raise UserError(
                 "`grad` of some parameters was dropped after their sums over the ranks had begun",
-                "drop gradients before a step's first backward pass, or after its last one",
+                "drop all of them by zero_grad, or some after averaging and before the next pass",
             )
         for slot in dropped:
             slot.part(averaged=False)

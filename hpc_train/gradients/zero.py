@@ -207,7 +207,8 @@ class ShardedAverager(BucketAverager):
             return super()._look(slot)
         raise UserError(
             "with memory.zero no rank has the whole gradient of a parameter",
-            "call the averager's `norm` and `scale_`; in a Loop or Trainer use its clipping",
+            "clip by the averager's `norm` and `scale_`, or by a Loop or Trainer; drop gradients "
+            "by `optimizer.zero_grad()`",
         )
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:

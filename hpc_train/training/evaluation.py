@@ -44,10 +44,10 @@ def evaluate(
     """
     with agreed(group, "loop.evaluate"):
         samples = number_of_samples(reader.dataset)
-        if samples < 1 or batch < 1:
+        if samples < 1 or type(batch) is not int or batch < 1:
             raise ConfigError(
-                f"loop.evaluate was given {plural(samples, 'sample')} and a batch of {batch}",
-                "give at least one sample, and a batch of at least 1",
+                f"loop.evaluate was given {plural(samples, 'sample')} and a batch of {batch!r}",
+                "give at least one sample, and for the batch an integer of at least 1",
             )
     same(
         group,
@@ -78,7 +78,7 @@ def evaluate(
         error.agreed = True  # all ranks raise it
         raise error
     means = {name: sum(part[name] for part in parts) / samples for name in parts[0]}
-    return means[None] if None in means else {str(name): mean for name, mean in means.items()}
+    return means[None] if None in means else {name: mean for name, mean in means.items() if name}
 
 
 def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[str | None, Tensor]:
@@ -88,6 +88,11 @@ def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[
     given = per_sample(batch)
     found: dict[str | None, Tensor] = {}
     if isinstance(given, Mapping):
+        if wrong := [name for name in given if not (isinstance(name, str) and name)]:
+            raise UserError(
+                f"the function of loop.evaluate returned a number with the name {wrong[0]!r}",
+                "let it return texts as names",
+            )
         found.update(given.items())
     else:
         found[None] = given
@@ -98,6 +103,8 @@ def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[
         remedy = 'return one number per sample, as losses do with reduction="none"'
         if not isinstance(values, Tensor):
             raise UserError(f"{what}a {type(values).__name__}", remedy)
+        if values.is_complex():
+            raise UserError(f"{what}a tensor of type {values.dtype}", remedy)
         if values.shape != (len(indices),):
             raise UserError(
                 f"{what}a tensor of shape {list(values.shape)} for "

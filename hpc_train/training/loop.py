@@ -38,7 +38,7 @@ from hpc_train.training.costs import RunCosts
 from hpc_train.training.device import choose_matmul, use_cores
 from hpc_train.training.evaluation import PerSample, evaluate
 from hpc_train.training.keeping import keeping_divided
-from hpc_train.training.loop_records import LoopRecords
+from hpc_train.training.loop_records import LoopRecords, mean_of
 from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_given, check_integer
 from hpc_train.training.parts import MANY_PASSES, parts_of_loop
 from hpc_train.training.registered import Registered, Registrable, parameters_beside
@@ -381,12 +381,14 @@ class Loop(Stepping):
             return self._records.write(self._calls, self._given, values)
 
     def mean(self, value: torch.Tensor | float) -> float:
-        """The mean of a number over the ranks. Collective."""
-        number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        """The mean of a number, or of a tensor with one element, over the ranks. Collective.
+
+        Raises:
+            UserError: a rank has given something else; on all ranks.
+        """
         with self._watched():
             self._settle()
-            group = self.group if self._closed else self._calls
-            return sum(group.gathered(number, "loop.mean")) / group.size
+            return mean_of(self.group if self._closed else self._calls, value)
 
     def evaluate(
         self,

@@ -27,6 +27,7 @@ from hpc_train.training.step_records import most_memory, start_event
 
 SEEN = ("data", WAIT, "save", "evaluation")
 """The phases that a loop of others has; what else its steps do, only their program knows."""
+ONE_NUMBER = "give numbers, or tensors with one element"
 OWN_KEYS = frozenset(SECONDS_OF.values()) | {
     *("step", "epoch", "lr", "time", "memory_gb"),
     *("node_hours", "joules", "metered_node_hours", "samples_per_joule"),
@@ -93,13 +94,13 @@ class LoopRecords:
         with agreed(calls, "loop.record"):
             mine = self._checked(step, values)
         same(
-            calls, "the names that loop.record was given", repr([*mine]), "give all ranks the same"
+            calls,
+            "the set of names that loop.record was given",
+            repr(sorted(mine)),
+            "give all ranks the same",
         )
-        everyone = calls.gathered([*mine.values()], "loop.record")
-        means = {
-            name: math.fsum(numbers) / calls.size
-            for name, numbers in zip(mine, zip(*everyone, strict=True), strict=True)
-        }
+        everyone = calls.gathered(mine, "loop.record")
+        means = {name: math.fsum(rank[name] for rank in everyone) / calls.size for name in mine}
         record = {"step": step, "epoch": self.order.epoch(step) + 1, **means}
         record |= {"lr": self.optimizer.param_groups[0]["lr"], **self.meter.take()}
         record |= shares_drawn(self.order, step)
@@ -125,21 +126,47 @@ class LoopRecords:
                 f"loop.record was given {taken[0]}, which each record has by itself",
                 "give it another name",
             )
-        found = {}
-        for name, value in values.items():
-            try:
-                kept = torch.float64 if isinstance(value, float) else None  # else it takes float32
-                tensor = torch.as_tensor(value, dtype=kept).detach()
-            except (TypeError, ValueError, RuntimeError, OverflowError):
-                kind = type(value).__name__
-                raise UserError(
-                    f"loop.record was given {name} of type {kind}, which torch takes for no number",
-                    "give numbers, or tensors with one element",
-                ) from None
-            if tensor.numel() != 1:
-                raise UserError(
-                    f"loop.record was given {name} of shape {tuple(tensor.shape)}",
-                    "give numbers, or tensors with one element",
-                )
-            found[name] = float(tensor)
-        return found
+        return {
+            name: _number(value, f"loop.record was given {name}") for name, value in values.items()
+        }
+
+
+def mean_of(group: Group, value: Tensor | float) -> float:
+    """The mean of a number over the ranks. Collective.
+
+    Raises:
+        UserError: a rank has given something else; on all ranks.
+    """
+    mine: float | str
+    try:
+        mine = _number(value, "loop.mean was given a value")
+    except UserError as error:  # the others learn of it here, so that none waits
+        mine = error.cause
+    everyone = group.gathered(mine, "loop.mean")
+    for rank, other in enumerate(everyone):
+        if isinstance(other, str):
+            told = UserError(f"rank {rank}: {other}", ONE_NUMBER)
+            told.agreed = True
+            raise told
+    return sum(everyone) / group.size  # type: ignore[arg-type]
+
+
+def _number(value: Tensor | float, what: str) -> float:
+    """A number, or a tensor with one element, as a float.
+
+    Raises:
+        UserError: the value is something else. The message begins with `what`.
+    """
+    try:
+        kept = torch.float64 if isinstance(value, float) else None  # else it takes float32
+        tensor = torch.as_tensor(value, dtype=kept).detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        kind = type(value).__name__
+        raise UserError(
+            f"{what} of type {kind}, which torch takes for no number", ONE_NUMBER
+        ) from None
+    if tensor.numel() != 1:
+        raise UserError(f"{what} of shape {tuple(tensor.shape)}", ONE_NUMBER)
+    if tensor.is_complex():
+        raise UserError(f"{what} of type {tensor.dtype}", ONE_NUMBER)
+    return float(tensor)

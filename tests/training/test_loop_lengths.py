@@ -134,3 +134,17 @@ def test_a_data_set_without_lengths_is_refused(tmp_path):
     loop = Loop(alone(), tmp_path, model, optimizer, LoopOptions(micro_tokens=20))
     with pytest.raises(UserError, match="no method lengths"):
         next(iter(loop.epochs([1, 2, 3], batch=1, epochs=1)))
+
+
+class Given(list):
+    """Samples whose lengths are no method."""
+
+    lengths = (1, 2, 3)
+
+
+def test_lengths_that_are_no_method_are_refused(tmp_path):
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = Loop(alone(), tmp_path, model, optimizer, LoopOptions(micro_tokens=20))
+    with pytest.raises(UserError, match="is no method, but of type tuple: give it a method"):
+        next(iter(loop.epochs(Given([1, 2, 3]), batch=1, epochs=1)))

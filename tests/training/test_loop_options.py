@@ -760,6 +760,12 @@ def test_an_evaluation_that_fails_on_one_rank_fails_on_all(job, together):
         mine.loop.evaluate(data(), lambda batch: batch[0].sum())
     with pytest.raises(ConfigError, match="0 samples"):
         mine.loop.evaluate(Drawn(0), broken)
+    with pytest.raises(UserError, match="returned a tensor of type torch.complex"):
+        mine.loop.evaluate(data(), lambda batch: batch[0][:, 0] * 1j)
+    with pytest.raises(UserError, match="returned a number with the name 1"):
+        mine.loop.evaluate(data(), lambda batch: {1: batch[0][:, 0]})
+    with pytest.raises(ConfigError, match=r"a batch of 4.0"):
+        mine.loop.evaluate(data(), broken, batch=4.0)
     assert mine.loop.evaluate(data(), lambda batch: torch.ones(len(batch[0]))) == 1.0
 
 

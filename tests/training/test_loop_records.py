@@ -140,6 +140,7 @@ def test_the_last_event_says_how_the_loop_ended(job, together, how, end):
         ({"loss": "abc"}, "loop.record was given loss of type str"),
         ({"loss": 10**400}, "loop.record was given loss of type int"),
         ({"loss": torch.ones(3)}, r"loop.record was given loss of shape \(3,\)"),
+        ({"loss": torch.tensor(1j)}, "loop.record was given loss of type torch.complex64"),
     ],
 )
 def test_what_cannot_be_recorded_is_one_line(job, together, values, message):
@@ -150,11 +151,33 @@ def test_what_cannot_be_recorded_is_one_line(job, together, values, message):
     running.close()
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("wrong", ["1", None, 10**400, torch.ones(2), torch.tensor(1j)], ids=str)
+def test_a_mean_of_what_is_no_number_is_refused_on_all_ranks(job, together, wrong):
+    loop, _, _ = made(job, together)
+    last = job.world.size - 1
+    with loop:
+        with pytest.raises(UserError, match=f"rank {last}: loop.mean was given a value of "):
+            loop.mean(wrong if job.world.rank == last else 1.0)
+        for value in (2, 2.0, torch.full((1, 1), 2.0, requires_grad=True)):
+            assert loop.mean(value) == 2.0
+
+
+@pytest.mark.mpi
+def test_names_are_recorded_in_any_order(job, together):
+    running = steps(job, together)
+    loop, _ = next(running)
+    first = job.world.rank == 0
+    means = loop.record(**({"a": 1.0, "b": 2.0} if first else {"b": 2.0, "a": 1.0}))
+    assert means == {"a": 1.0, "b": 2.0}
+    running.close()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_record_other_names_are_told(job, together):
     running = steps(job, together)
     loop, _ = next(running)
-    with pytest.raises(UserError, match=r"rank 1 .*the names that loop.record was given"):
+    with pytest.raises(UserError, match=r"rank 1 .*the set of names that loop.record was given"):
         loop.record(**{"loss" if job.world.rank != 1 else "error": 1.0})
     running.close()
 
