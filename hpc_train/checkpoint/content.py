@@ -351,8 +351,9 @@ class Content:
             if own.get(key) != saved.get(key):
                 made = f"with {key} {saved[key]}" if key in saved else f"without {key}"
                 mine = own.get(key, "no such thing")
-                if key == "data" and key in saved:
-                    same = sorted(saved[key]) == sorted(mine) and isinstance(mine, list)
+                if key == "data" and isinstance(saved.get(key), str | list):
+                    both = [one for one in (saved[key], mine) if isinstance(one, list)]
+                    same = len(both) == 2 and sorted(map(str, both[0])) == sorted(map(str, both[1]))
                     what = "the same data in another order" if same else "other data"
                     raise CheckpointMismatch(
                         f"{path} was made from {what}: its manifest has the hash {saved[key]}, "

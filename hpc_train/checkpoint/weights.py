@@ -224,7 +224,9 @@ def _is_checkpoint(path: Path) -> bool:
         first = file.read(8)
         length = int.from_bytes(first, "little")
         # A checkpoint that was never completed has a header of no length.
-        return (first and not length) or b"hpc_train" in file.read(min(length, MAX_HEADER_BYTES))
+        return (bool(first) and not length) or b"hpc_train" in file.read(
+            min(length, MAX_HEADER_BYTES)
+        )
 
 
 def _checkpoint(path: Path) -> _Source:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,7 +194,7 @@ def data_parallel(world: int, dp: int | None, tp: int, pp: int) -> int:
         ConfigError: a size is below 1, or the product of the sizes is not the number of ranks.
     """
     for name, size in (("dp", dp), ("tp", tp), ("pp", pp)):
-        if size is not None and not (isinstance(size, int) and size >= 1):
+        if size is not None and not (isinstance(size, Integral) and size >= 1):
             raise ConfigError(f"parallel.{name} is {size!r}", "give a whole number, 1 or more")
     if dp is None and world % (tp * pp) == 0:
         return world // (tp * pp)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def evaluate(
     """
     with agreed(group, "loop.evaluate"):
         samples = number_of_samples(reader.dataset)
-        if samples < 1 or type(batch) is not int or batch < 1:
+        if samples < 1 or not isinstance(batch, Integral) or batch < 1:
             raise ConfigError(
                 f"loop.evaluate was given {plural(samples, 'sample')} and a batch of {batch!r}",
                 "give at least one sample, and for the batch an integer of at least 1",

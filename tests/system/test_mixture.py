@@ -49,6 +49,9 @@ def test_a_mixture_is_the_same_on_every_layout_and_after_a_resume(program, text_
 
     line = refused(program, "whole", *steady, *mixed(text_data, digits, 2))
     assert "was made with shares of the mixture [0.25, 0.75], this run has [0.333" in line
+    turned = json.dumps([*reversed(json.loads(mixed(text_data, digits, 3)[1]))])
+    line = refused(program, "whole", *steady, "--data.path", turned)
+    assert "was made from the same data in another order: " in line
 
 
 def refused(program, name, *options):
