@@ -151,8 +151,17 @@ def test_a_mistake_is_not_tried_again(program):
 
 def test_any_program_is_launched_with_its_threads_and_its_code(tmp_path):
     script = tmp_path / "tell.py"
-    tell = "os.write(1, os.environb[b'OMP_NUM_THREADS'] + b' ')"
-    script.write_text(f"import os, sys; {tell}; sys.exit(75)")
+    # mpirun ends a rank that has not told yet when the other one ends.
+    script.write_text("""import os, sys, time
+from pathlib import Path
+
+os.write(1, os.environb[b"OMP_NUM_THREADS"] + b" ")
+Path(__file__).with_name(f"told-{os.getpid()}").touch()
+while len(list(Path(__file__).parent.glob("told-*"))) < 2:
+    time.sleep(0.01)
+time.sleep(0.5)  # the launcher passes on what the ranks have written
+sys.exit(75)
+""")
     words = ["-np", "2", "--", sys.executable, str(script)]
     done = run(*hpc_train("launch", *words), environ={"OMP_NUM_THREADS": ""})
     assert done.returncode == 75, done.stderr
