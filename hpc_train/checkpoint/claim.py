@@ -299,7 +299,7 @@ def take_claim(
                     return Claim(folder, mine.token, known + 1, mine.timeout)
                 known += 1  # another start has made it, even if a cached list lacks it
             removed = None
-        except FileNotFoundError as error:  # somebody is removing the folder, or nobody can make it
+        except FileNotFoundError as error:  # it is being removed, or cannot be made
             known, owner, silent, removed = 0, None, 0.0, error
         if waited > OWNER_PATIENCE:
             if removed is not None:

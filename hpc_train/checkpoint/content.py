@@ -352,8 +352,9 @@ class Content:
                 made = f"with {key} {saved[key]}" if key in saved else f"without {key}"
                 mine = own.get(key, "no such thing")
                 if key == "data" and isinstance(saved.get(key), str | list):
-                    both = [one for one in (saved[key], mine) if isinstance(one, list)]
-                    same = len(both) == 2 and sorted(map(str, both[0])) == sorted(map(str, both[1]))
+                    both = [saved[key], mine]
+                    lists = [sorted(map(str, one)) for one in both if isinstance(one, list)]
+                    same = len(lists) == 2 and lists[0] == lists[1]
                     what = "the same data in another order" if same else "other data"
                     raise CheckpointMismatch(
                         f"{path} was made from {what}: its manifest has the hash {saved[key]}, "

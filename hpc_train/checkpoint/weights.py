@@ -222,11 +222,10 @@ def _is_checkpoint(path: Path) -> bool:
     """Whether a file is a checkpoint of hpc_train, sound or not."""
     with path.open("rb") as file:
         first = file.read(8)
+        if first == bytes(8):  # of a checkpoint that was never completed
+            return True
         length = int.from_bytes(first, "little")
-        # A checkpoint that was never completed has a header of no length.
-        return (bool(first) and not length) or b"hpc_train" in file.read(
-            min(length, MAX_HEADER_BYTES)
-        )
+        return b"hpc_train" in file.read(min(length, MAX_HEADER_BYTES))
 
 
 def _checkpoint(path: Path) -> _Source:

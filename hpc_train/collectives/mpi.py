@@ -280,14 +280,16 @@ def reachable(tensor: Tensor) -> Tensor:
 
     A GPU's tensor is copied to host memory, pinned if it can be, unless MPI reads the GPU's.
     """
-    if tensor.is_cpu:  # a view may stand for other numbers than are in its memory
-        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A view may stand for the conjugate or the negative of the numbers in its memory.
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_cpu:
+        return tensor.contiguous()
     if not through_host(tensor.device):
-        near = tensor.detach().contiguous()
+        near = tensor.contiguous()
         _work_of(near)()  # MPI knows nothing of streams
         return near
     near = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    near.copy_(tensor.detach(), non_blocking=True)
+    near.copy_(tensor, non_blocking=True)
     _work_of(tensor)()
     return near
 

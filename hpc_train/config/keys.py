@@ -44,7 +44,7 @@ def read_mapping(
 
 
 def is_octal(text: str) -> bool:
-    """Whether YAML takes a text for an octal number, so that 010 would be 8."""
+    """Whether YAML reads a text as an octal number, such as 010 as 8."""
     return bool(re.fullmatch("[-+]?0[0-7_]+", text))
 
 
@@ -57,7 +57,7 @@ def octal_error(name: str, text: str, where: str = "") -> ConfigError:
 
 
 def _check_text(text: str, path: Path) -> None:
-    """Check that YAML gives no key twice, the last of which would count, and no octal number."""
+    """Refuse what YAML takes without a word: the last one of two equal keys, and 010 as 8."""
     names: set[str] = set()
     seen: set[int] = set()
     left: list[tuple[str, Any]] = [("", yaml.compose(text, yaml.SafeLoader))]

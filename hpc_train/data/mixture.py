@@ -225,11 +225,10 @@ class MixedOrder(SampleOrder):
     @property
     def identity(self) -> dict[str, Any]:
         """What decides the order besides seed, batch, shuffle, and number of samples."""
-        own, total = [order.identity for order in self.orders], sum(map(Fraction, self.weights))
+        own = [order.identity for order in self.orders]
+        exact = [*map(Fraction, self.weights)]
         return {
-            "shares of the mixture": [
-                float(weight / total) for weight in map(Fraction, self.weights)
-            ],
+            "shares of the mixture": [float(weight / sum(exact)) for weight in exact],
             "samples of each data set": [order.samples for order in self.orders],
             **({"order of each data set": own} if any(own) else {}),
         }

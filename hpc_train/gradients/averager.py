@@ -67,7 +67,7 @@ class GradientAverager(Protocol):
         """Average the gradients, once per step, after its last backward pass. Collective."""
 
     def norm(self) -> Tensor:
-        """Average, unless that is done: the 2-norm of all gradients, float64. Collective."""
+        """Average, unless that is done, and return the gradients' 2-norm, float64. Collective."""
 
     def scale_(self, factor: float) -> None:
         """Average, unless that is done, and multiply all gradients by a number. Collective.
@@ -289,9 +289,8 @@ def _check_only_steps_write(model: nn.Module, *, alone: bool) -> None:
     Raises:
         UserError: one does, so that the ranks' parameters would drift apart.
     """
-    for name, module in model.named_modules():
-        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if embeds and module.max_norm is not None and not alone:
+    for name, module in () if alone else model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UserError(
                 f"{name} is an {type(module).__name__} with max_norm, whose forward pass changes "
                 "the rows that a rank's samples use, on this rank only",

@@ -140,8 +140,8 @@ class Filling:
             parameter.grad = slot.pending
         elif not (slot.filled or slot.begun):
             raise UserError(
-                "a backward pass came after gradients were averaged, and nothing can be added to "
-                "averaged ones that ranks share, as with memory.zero",
+                "a backward pass came after the gradients were averaged, and with memory.zero "
+                "nothing can be added to averaged gradients",
                 "call zero_grad before each step's first backward pass, and the averager's norm "
                 "and scale_ after its last one",
             )

@@ -39,11 +39,11 @@ def of_job(group: Group, margin: float | None = None) -> float | None:
         UserError: DEADLINE is set to something that is no number.
     """
     noted = group.from_first(lambda: os.environ.get(DEADLINE))
+    if not noted:
+        return None
     with suppress(ValueError):
-        needed = seconds_to_end(group.size) if margin is None else margin
-        end = float(noted) if noted else None
-        if end is None or not math.isnan(end):
-            return None if end is None else end - needed
+        if not math.isnan(end := float(noted)):
+            return end - (seconds_to_end(group.size) if margin is None else margin)
     raise UserError(f"{DEADLINE} is {noted!r}", "set it to the job's end in seconds since 1970")
 
 

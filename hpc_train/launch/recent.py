@@ -53,8 +53,8 @@ class RecentRecords:
         """Lines that say the speed, the work that is left, and the share of waiting.
 
         Args:
-            state: what the run does, as `state_in_words` says. Only of one that is running it is
-                known when the rest will be done.
+            state: what the run does, as `state_in_words` says. The time that is left is told only
+                of a run that is running.
         """
         return [line for line in (self._speed(), self._left(state), self._waiting()) if line]
 

@@ -191,7 +191,8 @@ def data_parallel(world: int, dp: int | None, tp: int, pp: int) -> int:
         pp: pipeline-parallel size.
 
     Raises:
-        ConfigError: a size is below 1, or the product of the sizes is not the number of ranks.
+        ConfigError: a size is no whole number from 1 on, or the product of the sizes is not the
+            number of ranks.
     """
     for name, size in (("dp", dp), ("tp", tp), ("pp", pp)):
         if size is not None and not (isinstance(size, Integral) and size >= 1):

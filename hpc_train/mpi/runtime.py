@@ -67,16 +67,10 @@ class Runtime:
         everyone = self.node.gathered(mine, "the cores of the ranks of its node")
         return max(1, len(mine) // sum(1 for other in everyone if other & mine))
 
-    def print(self, *values: object, sep: str = " ", flush: bool = True) -> None:
-        """Print a line on rank 0 only.
-
-        Args:
-            values: what is printed.
-            sep: what stands between two values.
-            flush: as for Python's `print`; a line is never kept back.
-        """
+    def print(self, *values: object) -> None:
+        """Print on rank 0 only."""
         if self.world.rank == 0:
-            print_line(sep.join(map(str, values)))
+            print_line(" ".join(map(str, values)))
 
     def end(self, *, failed: bool) -> None:
         """Call the functions of `at_end`, the last one first. Collective.

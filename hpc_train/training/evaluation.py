@@ -79,7 +79,7 @@ def evaluate(
         error.agreed = True  # all ranks raise it
         raise error
     means = {name: sum(part[name] for part in parts) / samples for name in parts[0]}
-    return means[None] if None in means else {name: mean for name, mean in means.items() if name}
+    return means[None] if None in means else {str(name): mean for name, mean in means.items()}
 
 
 def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[str | None, Tensor]:

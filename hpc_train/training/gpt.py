@@ -47,7 +47,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
         directory, manifest = next(iter(found.items()))  # all have the same vocabulary
         shape = trained_shape(config.model, manifest)
         shape.check(division_of(config.parallel))
-        if config.data.across_documents:  # before memory for samples of this length is looked for
+        if config.data.across_documents:  # before the memory that such samples need is checked
             for folder, its in found.items():
                 check_one_sample(folder, its, "train", config.model.sequence or 0)
     job, most = job_that_fits(config, shape, runtime)

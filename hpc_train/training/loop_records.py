@@ -141,11 +141,11 @@ def mean_of(group: Group, value: Tensor | float) -> float:
     try:
         mine = _number(value, "loop.mean was given a value")
     except UserError as error:  # the others learn of it here, so that none waits
-        mine = error.cause
+        mine = f"rank {group.rank} ({group.host}): {error.cause}"
     everyone = group.gathered(mine, "loop.mean")
-    for rank, other in enumerate(everyone):
+    for other in everyone:
         if isinstance(other, str):
-            told = UserError(f"rank {rank}: {other}", ONE_NUMBER)
+            told = UserError(other, ONE_NUMBER)
             told.agreed = True
             raise told
     return sum(everyone) / group.size  # type: ignore[arg-type]

@@ -338,16 +338,18 @@ def short(number: float) -> float:
 def write(made: Machine, path: Path, ranks: int) -> None:
     """Write a description that was measured on `ranks` ranks.
 
-    A file that is there, which its user may have written, is kept with the ending .old.
+    A file that is there, which its user may have written, is kept with the ending .old. If there is
+    such a file, a description that was measured does not replace it.
 
     Raises:
         UserError: the file cannot be written.
     """
-    header = f"# Measured by `hpc-train plan --measure` on {plural(ranks, 'rank')}.\n"
+    header, old = "# Measured by `hpc-train plan --measure` on ", path.with_name(f"{path.name}.old")
     try:
-        if path.exists():
-            path.with_name(f"{path.name}.old").write_bytes(path.read_bytes())
-        files.write_text(path, header + made.to_yaml())
+        there = path.read_bytes() if path.exists() else b""
+        if there and not (old.exists() and there.startswith(header.encode())):
+            old.write_bytes(there)
+        files.write_text(path, f"{header}{plural(ranks, 'rank')}.\n{made.to_yaml()}")
     except OSError as error:
         remedy = "name another file with --machine"
         raise UserError(f"{path} cannot be written: {error.strerror}", remedy) from None

@@ -3,8 +3,8 @@
 The HDF5 library ends the process at some damaged files, so only the helper opens them. The helper
 reads one line of JSON per file, {"path": ..., "names": [...] or null}. It answers each with one
 line: {"variables": {name: ...}} or {"error": ...}. `stored.parse_variable` has the keys of a
-variable. A variable that cannot be read without the HDF5 library is {"refused": reason}, if need
-be with the key "remedy".
+variable. A variable that cannot be read without the HDF5 library is {"refused": reason}. It may
+also have the key "remedy".
 
     python -m hpc_train.data.arrays.hdf5_index SECONDS     # requests on standard input
 """
@@ -116,7 +116,7 @@ def _variable(file: Any, path: str, name: str) -> dict[str, Any]:
 
 
 def _told(known: list[str], name: str) -> str:
-    """The variables of a file, for a message; of many those that are most like a name."""
+    """A sentence with the variables of a file. Of many it has those whose names are most alike."""
     if len(known) <= VARIABLES_SHOWN:
         return f"Its variables are: {', '.join(known) or 'none'}"
     alike = sorted(known, key=lambda one: -SequenceMatcher(None, one, name).ratio())

@@ -185,7 +185,7 @@ def _checked(path: Path, names: Sequence[str], answer: Answer) -> FileIndex:
 def _parsed(path: Path, name: str, tree: Any, file_bytes: int, *, numbers: bool = True) -> Stored:
     what = f"{path}: variable {name}"
     if isinstance(tree, dict) and "refused" in tree:
-        remedy = str(tree.get("remedy", "docs/how-to/arrays.md has limits"))
+        remedy = str(tree.get("remedy", "docs/how-to/arrays.md has limits"))[:200]
         raise DataError(f"{what}: {str(tree['refused'])[:2000]}", remedy)
     try:
         stored = parse_variable(tree, file_bytes)
