@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hpc_train.models.deferred import Recipe, StridedPlace, is_unfilled, recipes_of, untouched
 from hpc_train.models.initial import LORA_A, LORA_B, InitialValues, made_at_once
@@ -109,6 +110,8 @@ class LoraAdapters:
             seed: the seed of A, for a model without a seed of its own (`initial.HasInitial`).
         """
         added: dict[str, Parameter] = {}
+        # In eval mode torch's TransformerEncoderLayer would read the weights, past the adapters.
+        torch.backends.mha.set_fastpath_enabled(False)
         for name in self.layers:
             layer = model.get_submodule(name)
             assert isinstance(layer, nn.Linear)
@@ -152,5 +155,25 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def is_plain_linear(layer: nn.Linear) -> bool:
-    """Whether a linear layer computes nothing else than such a layer of torch."""
-    return type(layer).forward in (nn.Linear.forward, Linear.forward)
+    """Whether a linear layer computes nothing else than such a layer of torch, by its own call.
+
+    A layer with weight_norm or another parametrization computes its weight. `MultiheadAttention`
+    reads the weights of its last layer, and never calls the layer.
+    """
+    return (
+        type(layer).forward in (nn.Linear.forward, Linear.forward)
+        and "weight" in layer._parameters
+        and not isinstance(layer, NonDynamicallyQuantizableLinear)
+        and not has_hooks(layer)
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module or one of its own parameters has hooks, which a replacement would lose."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    of_parameters = "_backward_hooks", "_post_accumulate_grad_hooks"
+    return any(getattr(module, kind) for kind in kinds) or any(
+        getattr(parameter, kind)
+        for parameter in module.parameters(recurse=False)
+        for kind in of_parameters
+    )

@@ -122,10 +122,13 @@ def apply(
     }
     layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
     partial = {id(parameter) for layer in layers for parameter in layer.partial}
+    summed = [p for name, p in named.items() if id(p) in partial or (cut and name not in specs)]
+    known = {*summed}
     gradients = LayoutGradients(
-        [p for name, p in named.items() if id(p) in partial or (cut and name not in specs)],
+        summed,
         [p for name, p in named.items() if shards[name].name in tied],
         [p for name, p in named.items() if shards[name].owned],
+        {p: name for name, p in named.items() if p not in known and name not in specs},
         **over,
     )
     name = "1f1b" if schedule == "zero_bubble" and not names else schedule

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copyreg
 import logging
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -62,8 +63,9 @@ def set_up_batch_norm(model: nn.Module, over: Collectives, batch_norm: BatchNorm
             'use another norm, or batch_norm "sync" or "local"',
         )
     if batch_norm == "sync":
-        for module in layers.values():
-            _synchronize(module, over)
+        width = 1 + 2 * max((module.num_features for module in layers.values()), default=0)
+        for number, (name, module) in enumerate(layers.items()):
+            _synchronize(module, _Sums(over, name, number, width))
     if group.rank == 0:
         _tell(named, layers, batch_norm)
 
@@ -107,7 +109,7 @@ def average_statistics(model: nn.Module, over: Collectives) -> None:
 def release(model: nn.Module, over: Collectives) -> None:
     """Make the layers that `set_up_batch_norm` has changed for these ranks plain again."""
     for module in model.modules():
-        if isinstance(module, _Synchronized) and module.over is over:
+        if isinstance(module, _Synchronized) and module.sums.over is over:
             module.__class__ = module.plain
 
 
@@ -119,14 +121,14 @@ class _Synchronized:
     """
 
     plain: ClassVar[type[Any]]
-    over: ClassVar[Collectives]
+    sums: ClassVar[_Sums]
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not self.training:
             result: Tensor = super().forward(x)  # type: ignore[misc]
             return result
         self._check_input_dim(x)
-        mean, var, count = _statistics(x, self.running_mean, self.over)
+        mean, var, count = _statistics(x, self.running_mean, self.sums)
         if self.track_running_stats and self.running_mean is not None:
             self.num_batches_tracked.add_(1)
             rate = self.momentum
@@ -135,7 +137,7 @@ class _Synchronized:
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
             self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), rate)
         normalized: Tensor = _Normalize.apply(
-            x, self.weight, self.bias, mean, var, count, self.eps, self.over
+            x, self.weight, self.bias, mean, var, count, self.eps, self.sums
         )
         return normalized
 
@@ -148,12 +150,56 @@ def has_synchronized(model: nn.Module) -> bool:
     return any(isinstance(module, _Synchronized) for module in model.modules())
 
 
-def _synchronize(module: Any, over: Collectives) -> None:
+@dataclass(frozen=True)
+class _Sums:
+    """Adds up what a layer has computed on each rank.
+
+    Args:
+        over: the ranks.
+        name: the layer's name in the model.
+        number: its number among the layers that are synchronized.
+        width: the most values of such a layer. All send as many, so that ranks in different layers
+            end with an error, and not with each other's values or in a wait.
+    """
+
+    over: Collectives
+    name: str
+    number: int
+    width: int
+
+    def add(self, values: Tensor, *, backward: bool) -> Tensor:
+        """Add up values over the ranks. Collective.
+
+        Args:
+            values: float64, at most `width`.
+            backward: whether they are those of the backward pass.
+
+        Raises:
+            UserError: the ranks compute different layers; on all of them.
+        """
+        call = 2 * self.number + backward + 1
+        head = values.new_tensor([call, call * call])
+        sums = torch.cat([head, values, values.new_zeros(max(0, self.width - len(values)))])
+        self.over.sum_(sums)
+        size = self.over.group.size
+        # The mean and the mean square of numbers are those of one of them only if all are the same.
+        if sums[:2].tolist() != [size * call, size * call * call]:
+            error = UserError(
+                f"the ranks do not all compute BatchNorm layer {self.name} at the same time",
+                "call the same layers in the same order on all ranks, also with an empty batch; "
+                'or set batch_norm to "local"',
+            )
+            error.agreed = True
+            raise error
+        return sums[2 : 2 + len(values)]
+
+
+def _synchronize(module: Any, sums: _Sums) -> None:
     plain = module.plain if isinstance(module, _Synchronized) else type(module)
-    module.__class__ = type(plain.__name__, (_Synchronized, plain), {"plain": plain, "over": over})
+    module.__class__ = type(plain.__name__, (_Synchronized, plain), {"plain": plain, "sums": sums})
 
 
-def _statistics(x: Tensor, about: Tensor | None, over: Collectives) -> tuple[Tensor, Tensor, float]:
+def _statistics(x: Tensor, about: Tensor | None, over: _Sums) -> tuple[Tensor, Tensor, float]:
     """Mean and biased variance of each channel, (C,) each, and the number of values per channel.
 
     All three are taken over all ranks.
@@ -162,21 +208,25 @@ def _statistics(x: Tensor, about: Tensor | None, over: Collectives) -> tuple[Ten
         x: (B, C, ...).
         about: a guess of the mean, the same on all ranks. Sums are taken of the differences from
             it, because the variance then loses less to rounding.
-        over: the ranks.
+        over: adds up over the ranks. A rank may have no samples.
 
     Raises:
         ValueError: there is only one value per channel, which has no variance.
+        UserError: the ranks compute different layers.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    var, mean = torch.var_mean(x.detach().to(wide), _but_channels(x), correction=0)
     count = x.numel() / max(x.shape[1], 1)
+    if count:
+        var, mean = torch.var_mean(x.detach().to(wide), _but_channels(x), correction=0)
+    else:
+        var = mean = x.new_zeros(x.shape[1], dtype=wide)
     shift = 0.0 if about is None else about.double()
     far = mean.double() - shift
     number = torch.full((1,), count, dtype=torch.float64, device=x.device)
-    sums = torch.cat([number, count * far, count * (var.double() + far.square())])
-    over.sum_(sums)
+    values = torch.cat([number, count * far, count * (var.double() + far.square())])
+    sums = over.add(values, backward=False)
     total = float(sums[0])
-    if total == 1:
+    if total <= 1:
         raise ValueError(
             f"batch normalization of one value per channel in training (input {list(x.shape)})"
         )
@@ -197,7 +247,7 @@ class _Normalize(torch.autograd.Function):
         var: Tensor,
         count: float,
         eps: float,
-        over: Collectives,
+        over: _Sums,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
         ctx.count, ctx.over = count, over
@@ -212,8 +262,7 @@ class _Normalize(torch.autograd.Function):
         normal = (x - mean.view(shape)) * scale.view(shape)  # (B, C, ...)
         sums = torch.stack([wide.sum(_but_channels(x)), (wide * normal).sum(_but_channels(x))])
         d_bias, d_weight = sums.unbind()
-        total = sums.to(torch.float64, copy=True)
-        ctx.over.sum_(total)
+        total = ctx.over.add(sums.double().flatten(), backward=True).view_as(sums)
         mean_dy, mean_product = (total / ctx.count).to(mean.dtype).unbind()
         dx = wide - mean_dy.view(shape) - normal * mean_product.view(shape)
         by = scale if weight is None else scale * weight

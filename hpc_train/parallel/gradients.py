@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives
+from hpc_train.errors import UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.gradients.norms import total_norm
 
+SAMPLE = 4096  # elements of each gradient that are compared
+ALIKE = 0.05  # relative difference of gradients that is no rounding, also in 16 bits
 SMALL = 1 << 18  # bytes; copying a gradient up to this size costs less than a call of its own
 
 
@@ -24,6 +27,8 @@ class LayoutGradients:
             adapters that each rank has whole, and has seen only its part of a layer for.
         tied: parameters that the first and the last stage share.
         counted: parameters whose part on this rank counts for the norm.
+        alike: names of the parameters that tensor-parallel ranks have whole and whose gradients
+            are the same on all of them.
         tensor: the tensor-parallel group.
         embedding: the ranks of the first and the last stage.
         model: all ranks of the replica.
@@ -34,18 +39,53 @@ class LayoutGradients:
         partial: Sequence[Parameter],
         tied: Sequence[Parameter],
         counted: Sequence[Parameter],
+        alike: Mapping[Parameter, str],
         *,
         tensor: Collectives,
         embedding: Collectives,
         model: Collectives,
     ) -> None:
         self.partial, self.tied, self._counted = partial, tied, frozenset(counted)
+        self._alike = alike
         self.tensor, self.embedding, self.model = tensor, embedding, model
 
     def complete(self) -> None:
         """Sum the gradients of which each rank has a part. Collective over the replica's ranks."""
         _sum_gradients(self.partial, self.tensor)
         _sum_gradients(self.tied, self.embedding)
+
+    def check_alike(self, averager: GradientAverager) -> None:
+        """Check that gradients which should be the same on tensor-parallel ranks are.
+
+        A sample of each is compared. Collective over the tensor-parallel group.
+
+        Args:
+            averager: has averaged and completed the gradients.
+
+        Raises:
+            UserError: they differ; perhaps not on all ranks.
+        """
+        over = self.tensor
+        if over.group.size == 1:
+            return
+        samples = [
+            (self._alike[parameter], part.detach().flatten()[:: -(-part.numel() // SAMPLE) or 1])
+            for parameter, part in averager.parts()
+            if parameter in self._alike
+        ]
+        if not samples:
+            return
+        mine = torch.cat([sample.double() for _, sample in samples])
+        first = mine.clone()
+        over.broadcast_(first)
+        sizes = [len(sample) for _, sample in samples]
+        for (name, _), a, b in zip(samples, mine.split(sizes), first.split(sizes), strict=True):
+            if float((a - b).norm()) > ALIKE * float(torch.maximum(a.norm(), b.norm())):
+                raise UserError(
+                    f"the gradient of {name} differs between the ranks of parallel.tp",
+                    "between a colwise and a rowwise layer each rank computes only its part: use "
+                    "the parameter outside of the two, or give them no styles in `tensor_plan`",
+                )
 
     @property
     def completed(self) -> Sequence[Parameter]:

@@ -13,14 +13,17 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from hpc_train.errors import UserError
 from hpc_train.models.gate import Gate
+from hpc_train.models.lora import has_hooks
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.received import depends_on_received, received
 from hpc_train.parallel.tensor import matching
@@ -29,6 +32,7 @@ APART = (
     "let a stage use only the result of the stage before; modules that a skip connection spans can "
     "be one stage"
 )
+COMPUTING = nn.Linear, _ConvNd, nn.RNNBase, nn.MultiheadAttention  # layers that take time
 REMEDY = "let it call each of its `stages` once and in order, with the result of the stage before"
 
 
@@ -53,6 +57,7 @@ class Cursor:
         activation: the input of the first of them; None if it is the model's first module.
         due: the module that the forward pass has to call next.
         again: whether modules are recomputed during the backward pass.
+        entered: whether the first module was given the activation before its hooks ran.
         graded: whether the pass computes gradients.
     """
 
@@ -60,6 +65,7 @@ class Cursor:
     activation: Tensor | None = None
     due: int = 0
     again: bool = False
+    entered: bool = False
     graded: bool = field(default_factory=torch.is_grad_enabled)
 
 
@@ -84,6 +90,11 @@ class Stages:
             module = model.get_submodule(name)
             original = module.forward if position in kept else None
             module.forward = _Visit(self, position, original)
+            if original is not None and has_hooks(
+                module
+            ):  # they see what the module is called with
+                enter = partial(self._enter, position)
+                module.register_forward_pre_hook(enter, prepend=True)
 
     def compute(
         self, virtual_stage: int, activation: Tensor | None, forward: Callable[[], Tensor]
@@ -110,6 +121,15 @@ class Stages:
                 # This closes context managers of the model, such as torch.utils.checkpoint's hooks.
                 traceback.clear_frames(leave.__traceback__)
                 return leave.activation
+            except RuntimeError as error:  # torch has no type for it
+                if activation is None or "a leaf Variable that requires grad" not in str(error):
+                    raise
+                name = self.names[cursor.run[0]]
+                raise UserError(
+                    f"stage {name} changes its input in place, which another rank has computed",
+                    "let it make a new tensor (`inplace=False`), or make it one stage with the "
+                    "module before",
+                ) from None
         if cursor.due < len(self.names):
             raise UserError(f"the forward pass did not reach {self._due(cursor)}", REMEDY)
         self._check_own(cursor, "the end of the forward pass", result)
@@ -137,6 +157,14 @@ class Stages:
         """The name of the module that the forward pass has to call next."""
         return [*self.names, "the end"][cursor.due]
 
+    def _enter(self, position: int, _: nn.Module, args: Any) -> Any:
+        """Give the activation to the first module of a run, before the module's own hooks."""
+        cursor = self._cursor
+        if cursor is None or position != cursor.run[0] or cursor.activation is None or not args:
+            return None
+        cursor.entered = True
+        return (cursor.activation, *args[1:])
+
     def visit(self, position: int, original: Callable[..., Any] | None, args: Any, how: Any) -> Any:
         """Handle the call of a stage module: compute it, skip it, or leave the forward pass."""
         cursor, name = self._cursor, self.names[position]
@@ -159,7 +187,8 @@ class Stages:
             assert cursor.activation is not None
             return received(cursor.activation)
         if position == cursor.run[0] and cursor.activation is not None:
-            args = (cursor.activation, *args[1:])
+            if not cursor.entered:
+                args = (cursor.activation, *args[1:])
             if not cursor.again:
                 self._check_own(cursor, f"stage {name}", (args, how))
         assert original is not None  # a run has modules of this rank only
@@ -237,8 +266,8 @@ def stage_names(model: nn.Module) -> list[str]:
     """The names of a model's stage modules, in the order of its forward pass.
 
     Raises:
-        UserError: the model has no stages, a stage lies inside another one, or a parameter lies in
-            none.
+        UserError: the model has no stages, a stage lies inside another one, two are one module, or
+            a parameter lies in none.
     """
     patterns = getattr(model, "stages", None)
     if not patterns:
@@ -248,6 +277,7 @@ def stage_names(model: nn.Module) -> list[str]:
             "name its modules in the order of its forward pass: docs/how-to/parallel.md",
         )
     names = [name for pattern in patterns for name in matching(model, pattern, "stages")]
+    _check_distinct(model, names)
     for outer, inner in permutations(names, 2):
         if f"{inner}.".startswith(f"{outer}."):
             raise UserError(f"stages: {inner} is part of {outer}", "name each module once")
@@ -259,12 +289,29 @@ def stage_names(model: nn.Module) -> list[str]:
     return names
 
 
+def _check_distinct(model: nn.Module, names: Sequence[str]) -> None:
+    first: dict[nn.Module, str] = {}
+    for name in names:
+        other = first.setdefault(model.get_submodule(name), name)
+        if other != name:
+            raise UserError(
+                f"stages: {other} and {name} are one module",
+                "a module can be one stage only: give each stage a module of its own, or call "
+                "the shared one inside one stage",
+            )
+
+
 def costs(model: nn.Module, names: Sequence[str]) -> list[float]:
-    """The cost of each stage module: the elements of its linear weights, or 1 if none has any."""
+    """The cost of each stage module: the elements of its layers' weights, or 1 if none has any.
+
+    They are the weights of linear, convolutional, recurrent and attention layers, which are the
+    parameters of these with two or more dimensions.
+    """
     found = []
     for name in names:
-        layers = [m for m in model.get_submodule(name).modules() if isinstance(m, nn.Linear)]
-        found.append(float(sum(layer.weight.numel() for layer in layers)))
+        layers = [m for m in model.get_submodule(name).modules() if isinstance(m, COMPUTING)]
+        own = [p for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1]
+        found.append(float(sum(weight.numel() for weight in own)))
     return found if any(found) else [1.0] * len(found)
 
 

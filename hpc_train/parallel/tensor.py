@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -14,7 +15,7 @@ from hpc_train.errors import ConfigError, UserError
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.initial import LORA_A, LORA_B
 from hpc_train.models.linear import Linear
-from hpc_train.models.lora import Adapter, LoraLinear, is_plain_linear
+from hpc_train.models.lora import Adapter, LoraLinear, has_hooks, is_plain_linear
 from hpc_train.models.tabular.members import MemberScale
 from hpc_train.parallel.linear import TOKENS, Deferred, ParallelLinear
 from hpc_train.parallel.vocabulary import VocabParallelCrossEntropy, VocabParallelEmbedding
@@ -50,6 +51,10 @@ def parallelize(
       Embedding and loss may have no options other than ignore_index and reduction mean or none.
     - sequence: for a module such as an embedding of positions. With sequence parallelism the
       module gets this rank's part of its input along the last dimension; else nothing changes.
+
+    Layers with hooks, weight_norm or another parametrization have no style. What lies between a
+    colwise and a rowwise layer sees this rank's part of the last dimension. It must compute each
+    element by itself, and have no parameters.
 
     With `sequence_parallel` all modules between those layers see only this rank's part of the
     tokens (dimension 1). They must treat each token by itself. The gradients of their parameters
@@ -87,11 +92,14 @@ def parallelize(
     for name, layer in list(module.named_modules()):
         if sharing.cut and isinstance(layer, SampleDropout) and layer.section is None:
             layer.section = (TOKENS, over.group.rank, over.group.size)
-        if deferred is not None and type(layer) in (nn.Linear, Linear, LoraLinear):
+        whole = type(layer) in (nn.Linear, Linear, LoraLinear) and _replaceable(layer)
+        if deferred is not None and whole:
             module.set_submodule(name, sharing.linear(layer, "whole"))
     _check_tied(module, named)
     if over.group.size > 1:
         _check_pairs(styles)
+        # In eval mode torch's TransformerEncoderLayer would read the weights as if they were whole.
+        torch.backends.mha.set_fastpath_enabled(False)
     return specs
 
 
@@ -142,7 +150,8 @@ def matching(module: nn.Module, pattern: str, what: str) -> list[str]:
         UserError: the pattern matches none.
     """
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    names = [name for name, _ in module.named_modules() if name and expression.fullmatch(name)]
+    every = module.named_modules(remove_duplicate=False)  # a module may have several names
+    names = [name for name, _ in every if name and expression.fullmatch(name)]
     if not names:
         raise UserError(f"{what}: the model has no module {pattern}", "name it as the model does")
     return names
@@ -154,30 +163,48 @@ class _Sharing:
     def __init__(self, over: Collectives, cut: bool, deferred: Deferred | None) -> None:
         self.over, self.cut, self.deferred = over, cut, deferred
         self.parts: dict[tuple[Parameter, int], Parameter] = {}
+        # The replacements by layer and style, and the slices that their own parameters are.
+        self.made: dict[tuple[nn.Module, Style], tuple[nn.Module, dict[str, SliceSpec]]] = {}
 
     def replace(self, root: nn.Module, name: str, style: Style) -> dict[str, SliceSpec]:
         """Replace one layer. Returns the slices of its parameters by their full names."""
         layer = root.get_submodule(name)
+        if (layer, style) not in self.made:  # one that several names share is replaced once
+            try:
+                specs = self.specs(layer, style)
+            except ValueError as error:
+                remedy = "take sizes that parallel.tp divides"
+                raise ConfigError(f"{name}: {error}", remedy) from None
+            new = self.part_of(layer, style)
+            if new is None:
+                raise UserError(
+                    f"tensor plan: style {style} of {name} does not fit this "
+                    f"{type(layer).__name__}",
+                    "a style takes a plain layer, without hooks or parametrizations: see "
+                    "hpc_train.parallel.parallelize",
+                )
+            self.made[layer, style] = self.made[new, style] = new, specs
+        new, specs = self.made[layer, style]
+        if new is not layer:
+            root.set_submodule(name, new)
+        if self.over.group.size == 1:
+            return {}
+        return {f"{name}.{own}": spec for own, spec in specs.items()}
+
+    def specs(self, layer: nn.Module, style: Style) -> dict[str, SliceSpec]:
+        """The slices of a layer's parameters that this rank takes, by their names in the layer.
+
+        Raises:
+            ValueError: the ranks cannot divide them.
+        """
         dims = {"weight": 1, LORA_A: 1} if style == "rowwise" else dict.fromkeys(CUT_BY_ROWS, 0)
         if isinstance(layer, MemberScale):
             dims = {"weight": 1, "bias": 1}
-        try:
-            specs = {
-                f"{name}.{own}": self.spec(parameter, dims[own])
-                for own, parameter in layer.named_parameters(recurse=False)
-                if style != "sequence" and own in dims
-            }
-        except ValueError as error:
-            raise ConfigError(f"{name}: {error}", "take sizes that parallel.tp divides") from None
-        new = self.part_of(layer, style)
-        if new is None:
-            raise UserError(
-                f"tensor plan: style {style} of {name} does not fit this {type(layer).__name__}",
-                "see hpc_train.parallel.parallelize for what each style takes",
-            )
-        if new is not layer:
-            root.set_submodule(name, new)
-        return specs if self.over.group.size > 1 else {}
+        return {
+            own: self.spec(parameter, dims[own])
+            for own, parameter in layer.named_parameters(recurse=False)
+            if style != "sequence" and own in dims
+        }
 
     def part_of(self, layer: nn.Module, style: Style) -> nn.Module | None:
         """The module that replaces a layer; None if the style does not fit the layer."""
@@ -243,7 +270,11 @@ class _Sharing:
 
 
 def _replaceable(layer: nn.Module) -> bool:
-    """Whether a layer has no options that its replacement would ignore."""
+    """Whether a layer has no hooks and no options that its replacement would ignore."""
+    if isinstance(layer, SampleDropout):  # it is not replaced
+        return True
+    if has_hooks(layer):
+        return False
     match layer:
         case nn.Linear():
             return is_plain_linear(layer) or type(layer) is LoraLinear
@@ -253,4 +284,4 @@ def _replaceable(layer: nn.Module) -> bool:
         case nn.CrossEntropyLoss():
             plain = layer.weight is None and not layer.label_smoothing
             return plain and layer.reduction in ("mean", "none")
-    return isinstance(layer, SampleDropout | MemberScale)
+    return isinstance(layer, MemberScale)

@@ -15,6 +15,7 @@ from hpc_train.gradients import GradientAverager, LossScaler
 from hpc_train.gradients.scaling import clip_gradients
 from hpc_train.gradients.staging import computed
 from hpc_train.gradients.unwaited import UnwaitedClipping
+from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 from hpc_train.parallel.gradients import LayoutGradients
 from hpc_train.training.finite import check_finite
@@ -68,6 +69,9 @@ class OptimizerSteps(ExtraState):
         self.config, self.group = config, group
         self.averager, self.scaler, self.layout = averager, scaler, layout
         self.device, self.unwaited = device, unwaited
+        # Lossy compression may leave out other gradients on each rank.
+        lossy = config.gradients.compression.startswith(("topk", "powersgd"))
+        self._comparable = config.parallel.tp > 1 and not lossy
         self._unseen = 0  # the step whose norm was not looked at yet
 
     def advance(self, step: int, loss: float, *, needed: bool) -> float:
@@ -86,9 +90,14 @@ class OptimizerSteps(ExtraState):
             NotFiniteError: the loss or the norm is not finite, and `run.nonfinite` is "stop"; on
                 all ranks. Without `needed` it can be raised by the next step.
             HpcTrainError: the gradients of too many steps in a row were not finite.
+            UserError: gradients that should be the same on tensor-parallel ranks differ.
         """
         self.unify()
         with self.group.waiting.phases("optimizer"):
+            if self._comparable:  # once is enough: what differs does so from the start
+                self._comparable = False
+                with agreed(self.group):
+                    self.layout.check_alike(self.averager)
             if self.unwaited is not None:
                 return self._take_unwaited(self.unwaited, step, loss, needed=needed)
             limit, norm = self.config.optimizer.clip_norm, 0.0

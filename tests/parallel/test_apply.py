@@ -301,13 +301,40 @@ def test_gradients_of_any_layout_in_memory_are_completed(job, monkeypatch, small
     alone = connect(Group())
     gradients = [parameter.grad for parameter in parameters]
     whole = LayoutGradients(
-        [], parameters, [], tensor=alone, embedding=connect(job.world), model=alone
+        [], parameters, [], {}, tensor=alone, embedding=connect(job.world), model=alone
     )
     whole.complete()
     ranks = sum(range(1, job.world.size + 1))
     for parameter, gradient, one in zip(parameters, gradients, before, strict=True):
         assert parameter.grad is gradient
         torch.testing.assert_close(gradient, one * ranks, rtol=1e-13, atol=0)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("noise", [1e-4, 1.0])
+def test_gradients_that_tensor_parallel_ranks_should_share_are_compared(job, noise):
+    names, over = ["between.weight", "outside.weight"], connect(job.world)
+    parameters = [nn.Parameter(torch.ones(5, 3)) for _ in names]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    averager = average_gradients(nn.ParameterList(parameters), optimizer, Group())
+    layout = LayoutGradients(
+        [],
+        [],
+        [],
+        dict(zip(parameters, names, strict=True)),
+        tensor=over,
+        embedding=over,
+        model=over,
+    )
+    factor = 1 + noise * job.world.rank
+    sum(p.sum() * f for p, f in zip(parameters, (factor, 2.0), strict=True)).backward()
+    averager.average()
+    if noise < 1 or job.world.rank == 0:  # the others compare with rank 0
+        layout.check_alike(averager)
+    else:
+        with pytest.raises(UserError, match="the gradient of between.weight differs"):
+            layout.check_alike(averager)
+    averager.close()
 
 
 def adapted(seed=0):

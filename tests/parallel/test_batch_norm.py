@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -71,6 +72,44 @@ def test_a_layer_stays_a_batch_norm_and_copies_are_plain(job):
     assert torch.equal(twin[:7](x), model.eval()[:7](x))
     batch_norm.release(model, over)
     assert type(model[1]) is nn.BatchNorm2d
+
+
+def domains(over):
+    """Two layers, one for each kind of samples."""
+    model = nn.ModuleList(nn.BatchNorm1d(width) for width in (3, 5)).double()
+    batch_norm.set_up_batch_norm(model, over, "sync")
+    return model
+
+
+def test_a_rank_without_samples_adds_nothing(job):
+    over, rank = connect(job.world), job.world.rank
+    model, x = domains(over), torch.randn(4, 3).double()
+    mine = x.clone()[: 4 if rank == 0 else 0].requires_grad_()
+    y = model[0](mine)
+    y.pow(3).sum().backward()
+    alone, whole = nn.BatchNorm1d(3).double(), x.clone().requires_grad_()
+    expected = alone(whole)
+    expected.pow(3).sum().backward()
+    if rank == 0:
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(mine.grad, whole.grad)
+    torch.testing.assert_close(model[0].running_var, alone.running_var)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("backward", [False, True])
+def test_ranks_in_different_layers_are_refused(job, backward):
+    over = connect(job.world)
+    model = domains(over)
+    layer = model[job.world.rank % 2]
+    x = torch.randn(4, layer.num_features).double()
+    if backward:  # the others are in the backward pass of the first layer
+        y = model[0](torch.randn(4, 3).double().requires_grad_())
+        call = partial(model[1], torch.randn(4, 5).double()) if job.world.rank else y.sum().backward
+    else:
+        call = partial(layer, x)
+    with pytest.raises(UserError, match="do not all compute BatchNorm layer"):
+        call()
 
 
 def test_evaluation_asks_nobody(job):

@@ -83,12 +83,53 @@ def test_stages_one_after_the_other_are_the_model(ranks, virtual_stages):
     assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_hooks_of_stages_see_what_they_would_see_in_one_process(ranks):
+    def hooked():
+        model = User()
+        for number, layer in enumerate(model.middle):
+            layer.register_forward_pre_hook(lambda layer, args: (args[0] + 1, *args[1:]))
+            layer.register_forward_hook(lambda layer, args, y, by=number: y * (by + args[0].mean()))
+            layer.register_full_backward_hook(lambda layer, dx, dy: (2 * dx[0], *dx[1:]))
+        return model
+
+    model, x = hooked(), torch.randn(5, 3).double()
+    pipeline = parts(hooked(), ranks)
+    loss, expected = passed_on(pipeline, 1, x), model(x)
+    loss.backward()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for copy, _ in pipeline:
+        for name, parameter in copy.named_parameters():
+            assert torch.equal(parameter.grad, wanted[name]), name
+
+
+def test_a_module_that_is_two_stages_is_refused():
+    model = User()
+    model.middle[3] = model.middle[1]
+    with pytest.raises(UserError, match="middle.1 and middle.3 are one module"):
+        stage_names(model)
+
+
+def test_a_stage_that_changes_its_input_in_place_is_named():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    model.stages = ("*",)
+    (first, before), (last, after) = parts(model, 2)
+    x = torch.randn(5, 3)
+    sent = before.compute(0, None, lambda: first(x)).detach().requires_grad_()
+    with pytest.raises(UserError, match="stage 1 changes its input in place"):
+        after.compute(0, sent, lambda: last(x))
+
+
 def test_a_stage_is_what_costs_about_as_much_as_another():
     model = User()
     model.middle[1].linear = nn.Linear(5, 60)
     names = stage_names(model)
     assert costs(model, names) == [12, 20, 300, 42, 56, 16]
     assert runs_of(model, names, 3, 1) == [[range(2)], [range(2, 3)], [range(3, 6)]]
+    layers = nn.LSTM(3, 4), nn.Conv2d(2, 5, 3), nn.MultiheadAttention(4, 2), nn.Embedding(9, 4)
+    assert costs(nn.ModuleList(layers), "0123") == [16 * 3 + 16 * 4, 90, 48 + 16, 0]
 
 
 class Wrong(User):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from hpc_train.collectives import connect
 from hpc_train.collectives.alone import AloneCollectives
@@ -221,6 +223,19 @@ class Adapted(nn.Linear):
         return 2 * super().forward(x)
 
 
+def old_weight_norm(layer):
+    with warnings.catch_warnings(action="ignore"):  # it is deprecated, and still much used
+        return nn.utils.weight_norm(layer)
+
+
+def hooked(layer, where):
+    if where == "layer":
+        layer.register_forward_hook(lambda layer, args, output: 2 * output)
+    else:
+        layer.weight.register_hook(torch.zeros_like)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("plan", "change", "says"),
     [
@@ -238,6 +253,11 @@ class Adapted(nn.Linear):
         ({"token": "vocab"}, {"token": nn.Embedding(12, 12, padding_idx=0)}, "does not fit"),
         ({"token": "vocab"}, {"token": nn.Embedding(12, 12, max_norm=1.0)}, "does not fit"),
         ({"token": "vocab"}, {"token": nn.Embedding(12, 12, sparse=True)}, "does not fit"),
+        ({"output": "vocab"}, {"output": weight_norm(nn.Linear(12, 12))}, "does not fit"),
+        ({"output": "vocab"}, {"output": old_weight_norm(nn.Linear(12, 12))}, "does not fit"),
+        ({"output": "vocab"}, {"output": nn.MultiheadAttention(12, 2).out_proj}, "does not fit"),
+        ({"output": "vocab"}, {"output": hooked(nn.Linear(12, 12), "layer")}, "without hooks"),
+        ({"output": "vocab"}, {"output": hooked(nn.Linear(12, 12), "weight")}, "without hooks"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_told_in_one_line(plan, change, says):
@@ -268,6 +288,40 @@ def test_half_a_pair_of_layers_is_refused(style, other):
 def test_layers_that_share_a_weight_are_cut_alike_or_not_at_all(plan):
     with pytest.raises(UserError, match="token.weight and output.weight are one parameter, but"):
         of_four(User(tie=True), plan)
+
+
+def test_a_layer_with_two_names_stays_one():
+    model = User()
+    model.layers[1] = model.layers[0]
+    specs = of_four(model, User.plan)
+    assert model.layers[1] is model.layers[0]
+    model = User()
+    model.layers[1].up = model.layers[0].up
+    assert of_four(model, User.plan) == specs | of_four(User(), User.plan)
+    assert model.layers[1].up is model.layers[0].up
+    assert type(model.layers[0].up) is ParallelLinear
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_encoder_layer_of_torch_is_the_same_in_eval_mode(group):
+    """Torch's fast path for eval mode would read the weights as if they were whole."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True).double()
+    x = torch.randn(3, 4, 12, dtype=torch.float64)
+    expected = layer(x)
+    over = connect(group)
+    parallelize(layer, {"linear1": "colwise", "linear2": "rowwise"}, over)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), expected)
+    over.close()
+
+
+def test_hooks_of_a_layer_whose_gradients_are_deferred_still_run():
+    layers = nn.Sequential(hooked(nn.Linear(4, 4), "layer"), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    expected = layers(x)
+    parallelize(layers, {}, connect(Group()), deferred=Deferred())
+    torch.testing.assert_close(layers(x), expected)
 
 
 @pytest.mark.mpi
