@@ -20,6 +20,7 @@ def check_together(config: RunConfig) -> None:
     _check_length(config)
     _check_compile(config)
     _check_engine(config)
+    _check_compression(config)
     zero, gradients = config.memory.stage, config.gradients
     if zero and gradients.two_level == "off":
         raise ConfigError(
@@ -32,17 +33,6 @@ def check_together(config: RunConfig) -> None:
         raise ConfigError(
             f"gradients.average_every is {gradients.average_every}: replicas differ meanwhile",
             "leave out memory.zero, gradients.compression and engine horovod",
-        )
-    if zero > 1 and gradients.compression != "none":
-        raise ConfigError(
-            f"memory.zero is {zero}, but gradients.compression is {gradients.compression}",
-            "use --memory.zero 1 --memory.scope node, or leave gradients.compression out",
-        )
-    if zero and config.memory.scope == "all" and gradients.compression != "none":
-        raise ConfigError(
-            f"memory.scope is all, but gradients.compression is {gradients.compression}, which "
-            "needs each node's whole sum",
-            "use --memory.scope node, or leave gradients.compression out",
         )
     averaged = gradients.reduction == "mean" and gradients.average_every == 1
     unequal = config.data.loss == "token" or config.data.micro_tokens is not None
@@ -64,6 +54,28 @@ def check_together(config: RunConfig) -> None:
             "section finetune leaves parameters as they are, but checkpoint.weights is not given, "
             "so they would stay random",
             "give checkpoint.weights, or leave finetune out",
+        )
+
+
+def _check_compression(config: RunConfig) -> None:
+    """Check that gradients can be compressed in this layout."""
+    zero, gradients, tp = config.memory.stage, config.gradients, config.parallel.tp
+    if zero > 1 and gradients.compression != "none":
+        raise ConfigError(
+            f"memory.zero is {zero}, but gradients.compression is {gradients.compression}",
+            "use --memory.zero 1 --memory.scope node, or leave gradients.compression out",
+        )
+    if zero and config.memory.scope == "all" and gradients.compression != "none":
+        raise ConfigError(
+            f"memory.scope is all, but gradients.compression is {gradients.compression}, which "
+            "needs each node's whole sum",
+            "use --memory.scope node, or leave gradients.compression out",
+        )
+    if gradients.compression.startswith("topk") and tp > 1:
+        raise ConfigError(
+            f"gradients.compression is {gradients.compression}, but parallel.tp is {tp}: its ranks "
+            "would send other elements of the parameters that all of them have",
+            "use powersgd, fp16 or bf16, or leave gradients.compression out",
         )
 
 

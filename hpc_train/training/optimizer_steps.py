@@ -69,9 +69,7 @@ class OptimizerSteps(ExtraState):
         self.config, self.group = config, group
         self.averager, self.scaler, self.layout = averager, scaler, layout
         self.device, self.unwaited = device, unwaited
-        # Lossy compression may leave out other gradients on each rank.
-        lossy = config.gradients.compression.startswith(("topk", "powersgd"))
-        self._comparable = config.parallel.tp > 1 and not lossy
+        self._to_compare = config.parallel.tp > 1
         self._unseen = 0  # the step whose norm was not looked at yet
 
     def advance(self, step: int, loss: float, *, needed: bool) -> float:
@@ -94,8 +92,8 @@ class OptimizerSteps(ExtraState):
         """
         self.unify()
         with self.group.waiting.phases("optimizer"):
-            if self._comparable:  # once is enough: what differs does so from the start
-                self._comparable = False
+            if self._to_compare:  # once is enough: what differs does so from the start
+                self._to_compare = False
                 with agreed(self.group):
                     self.layout.check_alike(self.averager)
             if self.unwaited is not None:

@@ -114,6 +114,7 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ),
         ("gradients: {engine: horovod, two_level: 'on'}", "use --gradients.engine mpi"),
         ("gradients: {engine: horovod, compression: bf16}", "or compression fp16"),
+        ("gradients: {compression: 'topk:0.1'}\nparallel: {tp: 2}", "use powersgd, fp16 or bf16"),
         (
             "precision: {matmul: onednn, dtype: bfloat16}",
             "precision.matmul is onednn, but precision.dtype is bfloat16",
