@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -139,6 +139,18 @@ def test_a_second_optimizer_that_is_not_saved_is_told(tmp_path, caplog):
         told = "does not have 2 trained parameters of the model, such as 3.weight"
         assert (told in caplog.text) == (name == "forgotten")
         loop.close()
+
+
+def test_an_optimizer_of_parameters_that_nobody_averages_or_saves_is_refused(tmp_path):
+    criterion = torch.nn.Linear(3, 3)
+    line = r"register\('second', ...\) was given has 2 parameters that the loop's model lacks"
+    for refused in (True, False):
+        model, optimizer, loop = make(tmp_path)
+        loop.register("second", sgd(criterion.parameters()))
+        if not refused:
+            loop.register("criterion", criterion)
+        with loop, pytest.raises(UserError, match=line) if refused else nullcontext():
+            train(model, optimizer, loop)
 
 
 @pytest.mark.parametrize("way", ["zero", "average_every"])
