@@ -100,7 +100,7 @@ class GatheredRows:
         """The scores that `compute` makes of all samples, on all ranks. Collective.
 
         Raises:
-            HpcTrainError: `compute` has failed; on all ranks.
+            HpcTrainError: `compute` has failed or returned no scores; on all ranks.
         """
 
         def computed() -> dict[str, float]:
@@ -127,12 +127,29 @@ class GatheredRows:
 
 
 def defined(scores: Mapping[str, float | None]) -> dict[str, float]:
-    """The scores that are numbers, and finite."""
-    return {
-        name: float(score)
-        for name, score in scores.items()
-        if score is not None and math.isfinite(score)
-    }
+    """The scores that are numbers, and finite.
+
+    Raises:
+        UserError: these are no scores by name.
+    """
+    if not isinstance(scores, Mapping):
+        raise UserError(
+            f"`compute` of the task's scores returned a value of type {type(scores).__name__}",
+            "let it return a dict of numbers by name",
+        )
+    numbers = {name: _number(name, one) for name, one in scores.items() if one is not None}
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+
+
+def _number(name: str, score: Any) -> float:
+    try:
+        return float(score.item() if hasattr(score, "item") else score)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise UserError(
+            f"`compute` of the task's scores returned a value of type {type(score).__name__} for "
+            f"{name!r}, which is no number",
+            "let it return one number for each name, or None",
+        ) from None
 
 
 def as_arrays(tensors: Mapping[str, Tensor], samples: int) -> dict[str, np.ndarray]:

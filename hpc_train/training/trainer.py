@@ -423,6 +423,6 @@ class Trainer:
 
 
 def _call(model: nn.Module, batch: Any) -> Tensor:
-    """Call a model with the parts of a batch; it returns its loss."""
-    loss: Tensor = model(*batch)
+    """Call a model with the parts of a batch, by name if they have names; it returns its loss."""
+    loss: Tensor = model(**batch) if isinstance(batch, Mapping) else model(*batch)
     return loss

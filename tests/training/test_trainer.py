@@ -107,6 +107,27 @@ def test_a_model_that_comes_in_eval_mode_is_trained_whole(tmp_path):
     assert model.frozen.running_mean.all()
 
 
+class Paired(nn.Linear):
+    """Returns its loss, as models of other libraries do."""
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(super().forward(x), y)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_model_without_a_loss_gets_the_parts_of_a_batch_in_order_or_by_name(group, together):
+    values = torch.linspace(0, 1, 48, dtype=torch.float64)[:, None]
+    found = []
+    for data in (TensorDataset(values, 2 * values), [{"y": 2 * x, "x": x} for x in values]):
+        torch.manual_seed(1)
+        folder = together / type(data).__name__
+        task = TrainingTask(Paired(1, 1), data, validation=data)
+        with Trainer(config(folder), task, Runtime(group, group)) as trainer:
+            trainer.train()
+            found.append(trainer.validate())
+    assert found[0] == found[1]
+
+
 def records(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
