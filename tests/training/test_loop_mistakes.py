@@ -167,6 +167,20 @@ def test_a_second_optimizer_is_refused_where_ranks_have_gradients_of_their_own(t
             loop.register("second", second)
 
 
+class OfNobody(torch.optim.SGD):
+    """May compute anything."""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", [torch.optim.SGD, OfNobody])
+def test_an_optimizer_that_zero_may_not_divide_is_told(job, together, caplog, kind):
+    model = make_model()
+    options = LoopOptions(memory=MemorySection(zero=1))
+    with Loop(job, together, model, kind(model.parameters(), 0.1), options):
+        divided = job.world.size > 1
+        assert ("OfNobody is not known to" in caplog.text) == (divided and kind is OfNobody)
+
+
 def test_what_is_no_options_is_refused(tmp_path):
     model = make_model()
     with pytest.raises(UserError, match="is of type list: give one torch.optim.Optimizer"):
