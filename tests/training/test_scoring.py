@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.errors import UserError
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.scoring import HeldOutScores, defined
+from hpc_train.training.scoring import HeldOutScores, as_numbers
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import config, records
@@ -87,7 +87,7 @@ def test_every_held_out_sample_counts_once_and_in_order(group, together, options
         make(config(together / "run", *options), Runtime(group, group)).train()
     told = [r.message for r in caplog.records if r.message.startswith("held-out samples")]
     assert len(told) == 1
-    assert "samples 23, in order 1, sum 253, rows 23" in told[0]
+    assert "samples 23, in order 1, sum 253, rows 23, not a number nan" in told[0]
     if group.rank == 0:
         last = records(together / "run")[-1]
         found = {key: value for key, value in last.items() if key.startswith("validation_")}
@@ -97,6 +97,7 @@ def test_every_held_out_sample_counts_once_and_in_order(group, together, options
             "validation_in_order": 1,
             "validation_sum": 253,
             "validation_rows": 23,
+            "validation_not_a_number": None,
         }
         text = (together / "run" / "metrics.jsonl").read_text()
         assert json.loads(text.splitlines()[0]).keys().isdisjoint(found)
@@ -152,4 +153,4 @@ def test_wrong_scores_are_refused_on_all_ranks(group, together, computed, line):
 
 def test_scores_may_be_numbers_of_numpy_and_torch():
     given = {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": np.array([3]), "d": True}
-    assert defined(given) == {"a": 0.5, "b": 2.0, "c": 3.0, "d": 1.0}
+    assert as_numbers(given) == {"a": 0.5, "b": 2.0, "c": 3.0, "d": 1.0}
