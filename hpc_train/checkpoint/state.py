@@ -332,7 +332,12 @@ def check_slots(names: Iterable[str], trained: Container[str]) -> None:
     """
     for name, parameter, _ in optimizer_slots(names):
         if parameter not in trained:
-            raise CheckpointMismatch(f"the checkpoint has {name}, which this optimizer has not")
+            raise CheckpointMismatch(
+                f"the checkpoint has {name}, but this run's optimizer does not have {parameter}",
+                "train that parameter, too, and give it to the optimizer before training resumes "
+                "(add_param_group); or start from the weights alone in another run.dir "
+                "(checkpoint.weights, or hpc_train.checkpoint.weights.start_from)",
+            )
 
 
 def check_model(

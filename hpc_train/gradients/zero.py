@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,12 +24,14 @@ from hpc_train.gradients.staged_parameters import StagedParameters
 from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.models.initial import InitialValues
 
+logger = logging.getLogger(__name__)
+
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 """Optimizers of torch whose update of an element depends on other elements."""
 
 
 def check_divisible(optimizer: Optimizer) -> None:
-    """Check that an optimizer can be divided over ranks.
+    """Check that an optimizer can be divided over ranks. Warns if that is not known.
 
     Raises:
         UserError: the optimizer has a state already, or does not treat each element by itself.
@@ -44,6 +47,13 @@ def check_divisible(optimizer: Optimizer) -> None:
             f"memory.zero gives each rank rows of the parameters, and {type(optimizer).__name__} "
             "does not treat each element by itself",
             "leave zero out, or take another optimizer",
+        )
+    known = "torch.optim", "hpc_train.", "horovod."
+    if not type(optimizer).__module__.startswith(known):
+        logger.warning(
+            "memory.zero needs an optimizer that treats each element by itself, and %s is not "
+            "known to: leave zero out if it uses norms of layers, as LARS does",
+            type(optimizer).__name__,
         )
 
 

@@ -230,7 +230,7 @@ class Loop(Stepping):
         )
         same(self.group, what, given, "give all ranks the same")
         check_not_ended(self.group, self.checkpoints.directory)
-        self.registered.look_for_other_optimizers()
+        self.registered.check_optimizers()
         self.averager.expect(accumulate if most is None else MANY_PASSES)
         with (
             claimed_by_job(

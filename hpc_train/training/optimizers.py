@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from hpc_train.config import OptimizerSection
+from hpc_train.errors import plural
 from hpc_train.gradients.buckets import is_dense
+
+logger = logging.getLogger(__name__)
 
 ADAM_BETAS = (0.9, 0.95)
 SGD_MOMENTUM = 0.9
@@ -49,6 +53,28 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
     if section.name == "sgd":
         return _lean(SGD)(groups, lr=section.lr, momentum=SGD_MOMENTUM, fused=fused)
     return _lean(AdamW)(groups, lr=section.lr, betas=ADAM_BETAS, fused=fused)
+
+
+class Frozen:
+    """The parameters that are not trained, because they were frozen when training was set up.
+
+    Args:
+        model: this rank's part of the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._left = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+
+    def look(self) -> None:
+        """Warn once of each that requires gradients by now. It takes no time on the device."""
+        if thawed := [name for name, parameter in self._left if parameter.requires_grad]:
+            self._left = [one for one in self._left if not one[1].requires_grad]
+            logger.warning(
+                "no optimizer has %s of the model that came frozen, such as %s: unfreeze what is "
+                "to be trained before the Trainer is made",
+                plural(len(thawed), "parameter"),
+                thawed[0],
+            )
 
 
 def set_precision(model: nn.Module, real: torch.dtype) -> None:

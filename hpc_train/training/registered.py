@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -128,9 +128,32 @@ class Registered(ExtraState):
                 'give the loop precision="float16", whose scale all ranks agree on',
             )
 
-    def look_for_other_optimizers(self) -> None:
-        """Warn of parameters whose optimizer, if there is one, is not saved."""
-        others = [thing for thing in self.things.values() if isinstance(thing, Optimizer)]
+    def check_optimizers(self) -> None:
+        """Check that what the registered optimizers train is saved. Collective.
+
+        Warns of parameters of the model whose optimizer, if there is one, is not saved.
+
+        Raises:
+            UserError: an optimizer has parameters that are in no module that is saved.
+        """
+        others = {n: thing for n, thing in self.things.items() if isinstance(thing, Optimizer)}
+        saved = [self.model, *self.modules]
+        known = {id(parameter) for module in saved for parameter in module.parameters()}
+        known |= {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        with agreed(self.group):
+            for name, other in others.items():
+                params = [p for group in other.param_groups for p in group["params"]]
+                if lost := [parameter for parameter in params if id(parameter) not in known]:
+                    raise UserError(
+                        f"the optimizer that loop.register({name!r}, ...) was given has "
+                        f"{plural(len(lost), 'parameter')} that the loop's model lacks, which "
+                        "would be neither averaged nor saved",
+                        "give as the model one module that has all that is trained, such as "
+                        "torch.nn.ModuleList([model, criterion])",
+                    )
+        self._tell_of_lost_optimizers(others.values())
+
+    def _tell_of_lost_optimizers(self, others: Iterable[Optimizer]) -> None:
         saved = {name for other in others for name in self._shared_with(other)}
         lost = [name for name in self.beside if name not in saved]
         if lost:

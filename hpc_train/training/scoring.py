@@ -55,8 +55,9 @@ class HeldOutScores:
             held-out samples. It returns that loss, and tensors by name that have a row for each
             sample of the batch, such as predictions and targets.
         compute: a function of these tensors as NumPy arrays, which have the rows of all samples in
-            the order of their numbers. It returns scores by name. Those that are None or not finite
-            are left out. It is called on rank 0 only, so it must not call a collective.
+            the order of their numbers. It returns scores by name. Those that are None are left out,
+            and `metrics.jsonl` has null for those that are not finite. It is called on rank 0 only,
+            so it must not call a collective.
     """
 
     measure: Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Tensor]]]
@@ -100,7 +101,7 @@ class GatheredRows:
         """The scores that `compute` makes of all samples, on all ranks. Collective.
 
         Raises:
-            HpcTrainError: `compute` has failed; on all ranks.
+            HpcTrainError: `compute` has failed or returned no scores; on all ranks.
         """
 
         def computed() -> dict[str, float]:
@@ -108,7 +109,7 @@ class GatheredRows:
             places = np.empty_like(numbers)
             places[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
             arrays = {name: self._in_order(name, places) for name in [*self._parts[0][1]]}
-            return defined(self.compute(arrays))
+            return as_numbers(self.compute(arrays))
 
         return from_first(self.group, computed)
 
@@ -128,11 +129,32 @@ class GatheredRows:
 
 def defined(scores: Mapping[str, float | None]) -> dict[str, float]:
     """The scores that are numbers, and finite."""
-    return {
-        name: float(score)
-        for name, score in scores.items()
-        if score is not None and math.isfinite(score)
-    }
+    return {name: number for name, number in as_numbers(scores).items() if math.isfinite(number)}
+
+
+def as_numbers(scores: Mapping[str, float | None]) -> dict[str, float]:
+    """The scores that are not None, as numbers.
+
+    Raises:
+        UserError: these are no scores by name.
+    """
+    if not isinstance(scores, Mapping):
+        raise UserError(
+            f"`compute` of the task's scores returned a value of type {type(scores).__name__}",
+            "let it return a dict of numbers by name",
+        )
+    return {name: _number(name, one) for name, one in scores.items() if one is not None}
+
+
+def _number(name: str, score: Any) -> float:
+    try:
+        return float(score.item() if hasattr(score, "item") else score)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise UserError(
+            f"`compute` of the task's scores returned a value of type {type(score).__name__} for "
+            f"{name!r}, which is no number",
+            "let it return one number for each name, or None",
+        ) from None
 
 
 def as_arrays(tensors: Mapping[str, Tensor], samples: int) -> dict[str, np.ndarray]:

@@ -35,8 +35,8 @@ class TrainingTask:
         loss: a function of the model and a batch. It returns the mean over the batch's samples, a
             scalar, or with `data.loss: token` the mean over what `counted` counts. The batch is as
             the data set returned it, on the model's device. By default the model is called with the
-            parts of the batch, and returns the loss. A model with an attribute `loss_over` gets the
-            value of `data.loss` there.
+            parts of the batch, those of a dict by their names, and returns the loss. A model with
+            an attribute `loss_over` gets the value of `data.loss` there.
         scores: what else is computed from the held-out samples, such as `HeldOutScores`.
             `metrics.jsonl` gets each score as validation_NAME.
         counted: a function of a batch, on the CPU. It returns how many of its tokens, or of other

@@ -45,6 +45,7 @@ from hpc_train.training.micro_batch import (
     same_buffers_after,
     sizes_to_try,
 )
+from hpc_train.training.optimizers import Frozen
 from hpc_train.training.parts import MANY_PASSES, loss_weights
 from hpc_train.training.performance import without_extras
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
@@ -100,6 +101,7 @@ class Trainer:
         """The mean loss and the scores of the last pass over held-out samples."""
         self.step_records = StepRecords(config, made, runtime, task.tokens_per_sample)
         self.phases = self.group.waiting.phases
+        self._frozen = Frozen(self.model)
         self._closed = self._searched = False
 
     def close(self) -> None:
@@ -301,6 +303,7 @@ class Trainer:
         norm = self.assembly.steps.advance(step.number, mean, needed=due)
         self.step_records.count_step()
         if due:
+            self._frozen.look()
             record = {"step": step.number, "epoch": step.epoch + 1, "loss": mean, "lr": rate}
             record |= {"grad_norm": norm, **self.step_records.measured(step.number)}
             if self._validation_due(step.number):
@@ -423,6 +426,6 @@ class Trainer:
 
 
 def _call(model: nn.Module, batch: Any) -> Tensor:
-    """Call a model with the parts of a batch; it returns its loss."""
-    loss: Tensor = model(*batch)
+    """Call a model with the parts of a batch, by name if they have names; it returns its loss."""
+    loss: Tensor = model(**batch) if isinstance(batch, Mapping) else model(*batch)
     return loss

@@ -74,7 +74,7 @@ class Validation:
 
         Raises:
             HpcTrainError: the task's functions of scores have failed; on all ranks.
-            UserError: there are no samples.
+            UserError: there are no samples, or a score has the name "loss".
         """
         with agreed(self.made.grid.world):
             if self.reader.dataset is None or not len(self.reader.dataset):
@@ -86,6 +86,12 @@ class Validation:
         with nullcontext() if self.collector is None else closing(self.collector(world)) as rows:
             loss = self._mean_loss(size, rows)
             found = {} if rows is None else rows.scores()
+        with agreed(world):
+            if "loss" in found:
+                raise UserError(
+                    "a score of the task has the name 'loss', which is that of the mean loss",
+                    "give the score another name",
+                )
         return {"loss": loss, **found}
 
     def _mean_loss(self, size: int, collector: Collector | None) -> float:

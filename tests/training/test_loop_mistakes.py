@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -141,6 +141,18 @@ def test_a_second_optimizer_that_is_not_saved_is_told(tmp_path, caplog):
         loop.close()
 
 
+def test_an_optimizer_of_parameters_that_nobody_averages_or_saves_is_refused(tmp_path):
+    criterion = torch.nn.Linear(3, 3)
+    line = r"register\('second', ...\) was given has 2 parameters that the loop's model lacks"
+    for refused in (True, False):
+        model, optimizer, loop = make(tmp_path)
+        loop.register("second", sgd(criterion.parameters()))
+        if not refused:
+            loop.register("criterion", criterion)
+        with loop, pytest.raises(UserError, match=line) if refused else nullcontext():
+            train(model, optimizer, loop)
+
+
 @pytest.mark.parametrize("way", ["zero", "average_every"])
 def test_a_second_optimizer_is_refused_where_ranks_have_gradients_of_their_own(tmp_path, way):
     options = {
@@ -153,6 +165,20 @@ def test_a_second_optimizer_is_refused_where_ranks_have_gradients_of_their_own(t
         loop.register("apart", sgd([torch.nn.Parameter(torch.ones(2))]))
         with pytest.raises(UserError, match="zero and average_every work with one optimizer"):
             loop.register("second", second)
+
+
+class OfNobody(torch.optim.SGD):
+    """May compute anything."""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", [torch.optim.SGD, OfNobody])
+def test_an_optimizer_that_zero_may_not_divide_is_told(job, together, caplog, kind):
+    model = make_model()
+    options = LoopOptions(memory=MemorySection(zero=1))
+    with Loop(job, together, model, kind(model.parameters(), 0.1), options):
+        divided = job.world.size > 1
+        assert ("OfNobody is not known to" in caplog.text) == (divided and kind is OfNobody)
 
 
 def test_what_is_no_options_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.errors import UserError
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.scoring import HeldOutScores
+from hpc_train.training.scoring import HeldOutScores, as_numbers
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import config, records
@@ -87,7 +87,7 @@ def test_every_held_out_sample_counts_once_and_in_order(group, together, options
         make(config(together / "run", *options), Runtime(group, group)).train()
     told = [r.message for r in caplog.records if r.message.startswith("held-out samples")]
     assert len(told) == 1
-    assert "samples 23, in order 1, sum 253, rows 23" in told[0]
+    assert "samples 23, in order 1, sum 253, rows 23, not a number nan" in told[0]
     if group.rank == 0:
         last = records(together / "run")[-1]
         found = {key: value for key, value in last.items() if key.startswith("validation_")}
@@ -97,6 +97,7 @@ def test_every_held_out_sample_counts_once_and_in_order(group, together, options
             "validation_in_order": 1,
             "validation_sum": 253,
             "validation_rows": 23,
+            "validation_not_a_number": None,
         }
         text = (together / "run" / "metrics.jsonl").read_text()
         assert json.loads(text.splitlines()[0]).keys().isdisjoint(found)
@@ -127,3 +128,29 @@ def test_scores_that_cannot_be_computed_fail_on_all_ranks(group, together):
     trainer = make(config(together / "run"), Runtime(group, group), scores)
     with pytest.raises(Exception, match="missing"):
         trainer.train()
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize(
+    ("computed", "line"),
+    [
+        (None, "returned a value of type NoneType: let it return a dict of numbers by name"),
+        ({"auc": np.ones(2)}, "returned a value of type ndarray for 'auc', which is no number"),
+        ({"auc": torch.ones(2)}, "returned a value of type Tensor for 'auc'"),
+        ({"auc": "high"}, "returned a value of type str for 'auc'"),
+        ({"loss": 5.0}, "a score of the task has the name 'loss'"),
+    ],
+    ids=["none", "array", "tensor", "text", "loss"],
+)
+def test_wrong_scores_are_refused_on_all_ranks(group, together, computed, line):
+    scores = HeldOutScores(measure, lambda arrays: computed)
+    with (
+        make(config(together / "run"), Runtime(group, group), scores) as trainer,
+        pytest.raises(UserError, match=line),
+    ):
+        trainer.validate()
+
+
+def test_scores_may_be_numbers_of_numpy_and_torch():
+    given = {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": np.array([3]), "d": True}
+    assert as_numbers(given) == {"a": 0.5, "b": 2.0, "c": 3.0, "d": 1.0}

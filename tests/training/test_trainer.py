@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.cli.checkpoint import show_list
+from hpc_train.collectives import connect
 from hpc_train.config import RunConfig
 from hpc_train.config.file import load
 from hpc_train.errors import ConfigError, NotFiniteError, Stopped, UserError
@@ -105,6 +106,72 @@ def test_a_model_that_comes_in_eval_mode_is_trained_whole(tmp_path):
     trained_with_norms(tmp_path, model)
     assert model.norm.running_mean.all()
     assert model.frozen.running_mean.all()
+
+
+class Remembering(nn.Linear):
+    """Keeps a mean of its samples beside a BatchNorm. The layer that came frozen is unfrozen."""
+
+    def __init__(self, averaged_by=None):
+        super().__init__(1, 1)
+        self.norm, self.late, self.averaged_by = nn.BatchNorm1d(1), nn.Linear(1, 1), averaged_by
+        self.late.requires_grad_(requires_grad=False)
+        self.register_buffer("middle", torch.full((1,), torch.nan))
+
+    def forward(self, x):
+        if self.training:
+            middle = x.mean(0)
+            if self.averaged_by is not None:
+                self.averaged_by.sum_(middle)
+            self.middle = middle
+            self.late.requires_grad_()
+        return super().forward(self.late(self.norm(x)))
+
+
+def trained_remembering(settings, started, averaged_by=None):
+    values = torch.linspace(0, 1, 48, dtype=torch.float64)[:, None]
+    model = Remembering(averaged_by)
+    task = TrainingTask(model, TensorDataset(values), lambda m, batch: m(batch[0]).square().mean())
+    with Trainer(settings, task, started) as trainer:
+        trainer.train()
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_buffer_that_differs_between_ranks_is_told_once(group, together, caplog, averaged):
+    over = connect(group)
+    settings = config(together, "--data.validation_every", "0", "--memory.zero", "0")
+    trained_remembering(settings, Runtime(group, group), over if averaged else None)
+    told = caplog.text.count("the buffer middle differs between ranks")
+    assert told == (group.rank == 0 and group.size > 1 and not averaged)
+    assert caplog.text.count("the buffer ") == told
+    over.close()
+
+
+def test_parameters_that_are_unfrozen_too_late_are_told_once(tmp_path, caplog):
+    trained_remembering(config(tmp_path, "--data.validation_every", "0"), alone())
+    line = "no optimizer has 2 parameters of the model that came frozen, such as late.weight"
+    assert caplog.text.count(line) == 1
+
+
+class Paired(nn.Linear):
+    """Returns its loss, as models of other libraries do."""
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(super().forward(x), y)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_model_without_a_loss_gets_the_parts_of_a_batch_in_order_or_by_name(group, together):
+    values = torch.linspace(0, 1, 48, dtype=torch.float64)[:, None]
+    found = []
+    for data in (TensorDataset(values, 2 * values), [{"y": 2 * x, "x": x} for x in values]):
+        torch.manual_seed(1)
+        folder = together / type(data).__name__
+        task = TrainingTask(Paired(1, 1), data, validation=data)
+        with Trainer(config(folder), task, Runtime(group, group)) as trainer:
+            trainer.train()
+            found.append(trainer.validate())
+    assert found[0] == found[1]
 
 
 def records(directory):

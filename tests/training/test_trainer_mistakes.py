@@ -90,3 +90,16 @@ def test_a_loss_whose_own_parameters_nobody_would_train_is_refused(tmp_path):
 
     with pytest.raises(UserError, match="loss has parameters that the model lacks"):
         make(tmp_path, alone(), loss=Scaled())
+
+
+def test_a_part_that_is_frozen_after_a_stop_is_refused_with_a_way_on(tmp_path):
+    make(tmp_path, alone()).train()
+    model = torch.nn.Linear(3, 1)
+    model.bias.requires_grad_(False)
+    task = TrainingTask(model, data(), mean)
+    settings = config(tmp_path, "--data.validation_every", "0", "--run.steps", "4")
+    with (
+        Trainer(settings, task, alone()) as trainer,
+        pytest.raises(CheckpointMismatch, match=r"not have bias: train that .*checkpoint\.weights"),
+    ):
+        trainer.train()
