@@ -131,7 +131,8 @@ class Registered(ExtraState):
     def check_optimizers(self) -> None:
         """Check that what the registered optimizers train is saved. Collective.
 
-        Warns of parameters of the model whose optimizer, if there is one, is not saved.
+        Warns of parameters of the model whose optimizer, if there is one, is not saved, and of a
+        scheduler that is not.
 
         Raises:
             UserError: an optimizer has parameters that are in no module that is saved.
@@ -152,6 +153,13 @@ class Registered(ExtraState):
                         "torch.nn.ModuleList([model, criterion])",
                     )
         self._tell_of_lost_optimizers(others.values())
+        # torch marks the step of an optimizer that was given to a scheduler.
+        steered = getattr(self.optimizer.step, "_wrapped_by_lr_sched", False)
+        if steered and not any(map(self._steers, self.things.values())):
+            logger.warning(
+                "the optimizer has a learning-rate scheduler that loop.register was not given, so it "
+                "begins anew when the run is resumed"
+            )
 
     def _tell_of_lost_optimizers(self, others: Iterable[Optimizer]) -> None:
         saved = {name for other in others for name in self._shared_with(other)}

@@ -141,6 +141,18 @@ def test_a_second_optimizer_that_is_not_saved_is_told(tmp_path, caplog):
         loop.close()
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_scheduler_that_is_not_saved_is_told(tmp_path, caplog, registered):
+    model, optimizer, loop = make(tmp_path)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    if registered:
+        loop.register("scheduler", scheduler)
+    with loop:
+        train(model, optimizer, loop)
+    told = "a learning-rate scheduler that loop.register was not given"
+    assert (told in caplog.text) == (not registered)
+
+
 def test_an_optimizer_of_parameters_that_nobody_averages_or_saves_is_refused(tmp_path):
     criterion = torch.nn.Linear(3, 3)
     line = r"register\('second', ...\) was given has 2 parameters that the loop's model lacks"
