@@ -57,9 +57,12 @@ class _Interrupted:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Ask for a stop. Signals that come together are one Ctrl-C, passed on in several ways."""
+        from hpc_train.job.preemption import StopRequests
+
         now = time.monotonic()
         if not self._came:
             self._came = now
+            StopRequests.interrupted = True
             signal.raise_signal(signal.SIGTERM)
         elif now - self._came > ONE_PRESS:
             raise KeyboardInterrupt

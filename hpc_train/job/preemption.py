@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -27,6 +27,7 @@ TIME_LIMIT = 1000  # above all signal numbers
 STOP_FILE = 1001
 ENOUGH = 1002
 LEFT = 1003
+INTERRUPTED = 1004
 EARLY = 0.1  # share of a job's time after which it must know how long a checkpoint takes
 LEAVING = 60.0  # seconds in which the other ranks must follow a rank that has left its loop
 KEPT_SECONDS = 60.0  # seconds in which a program that is starting must come to answer a signal
@@ -116,6 +117,9 @@ class StopRequests:
         file: a file that is a reason to stop once it exists; None: there is no such file.
     """
 
+    interrupted: ClassVar[bool] = False
+    """Whether SIGTERM comes from this process itself, which has met Ctrl-C."""
+
     def __init__(
         self, time_limit: float | None = None, end: float | None = None, file: Path | None = None
     ) -> None:
@@ -154,7 +158,7 @@ class StopRequests:
     def pending(
         self, needed_seconds: float = 0.0, *, look: bool = True, untried: bool = False
     ) -> int:
-        """This process's reason to stop: a signal, TIME_LIMIT, STOP_FILE, ENOUGH or SOON; 0: none.
+        """This process's reason to stop: a signal, or a number of this module; 0: none.
 
         Args:
             needed_seconds: seconds that one more step and a checkpoint would take.
@@ -164,7 +168,7 @@ class StopRequests:
         if self.enough:
             return ENOUGH
         if self._signal:
-            return self._signal
+            return INTERRUPTED if self.interrupted else self._signal
         now = time.time()
         if look and self.file is not None and now - self._looked >= STOP_FILE_SECONDS:
             self._looked = now
@@ -219,6 +223,8 @@ class StopRequests:
         if reason == TIME_LIMIT:
             given = "the end of the job" if self.time_limit is None else f"{self.time_limit:.0f} s"
             return f"time_limit ({given})"
+        if reason == INTERRUPTED:
+            return "Ctrl-C"
         return signal.Signals(reason).name if reason else None
 
     def leave(self, group: Group) -> None:

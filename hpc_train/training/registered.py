@@ -157,8 +157,8 @@ class Registered(ExtraState):
         steered = getattr(self.optimizer.step, "_wrapped_by_lr_sched", False)
         if steered and not any(map(self._steers, self.things.values())):
             logger.warning(
-                "the optimizer has a learning-rate scheduler that loop.register was not given, so it "
-                "begins anew when the run is resumed"
+                "the optimizer has a learning-rate scheduler that loop.register was not given, so "
+                "it begins anew when the run is resumed"
             )
 
     def _tell_of_lost_optimizers(self, others: Iterable[Optimizer]) -> None:
