@@ -267,6 +267,15 @@ def test_a_sweep_is_compared_by_its_options_the_best_first(tmp_path):
     assert "last step" not in axes, "it is the same for all"
 
 
+def test_runs_without_records_are_compared_by_their_options(tmp_path):
+    runs = [tmp_path / str(number) for number in range(3)]
+    for number, run in enumerate(runs):
+        run.mkdir()
+        (run / "config.yaml").write_text(f"optimizer: {{lr: {number + 1}}}")
+    (axis,) = Page(report_of(runs)).data["parallel"]["axes"]
+    assert (axis["label"], axis["values"]) == ("optimizer.lr", [1, 2, 3])
+
+
 def test_a_run_without_an_option_has_no_place_on_its_axis_of_numbers(tmp_path):
     for number in range(4):
         write_lines(tmp_path / f"{number}/metrics.jsonl", [record(1)])
