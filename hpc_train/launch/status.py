@@ -52,7 +52,8 @@ class RunStatus:
         """
         if time.monotonic() - self._asked >= ASK_SECONDS:
             self._jobs, self._asked = _jobs(self.run), time.monotonic()
-        return [*self._jobs, *_progress(self.run, curves), *_costs(self.run), *_end(self.run)]
+        found = [*self._jobs, *_progress(self.run, curves), *_costs(self.run), *_end(self.run)]
+        return found or ["no job of it is in the queue, and none has begun"]
 
 
 def check_run(run: Path) -> None:
