@@ -286,6 +286,15 @@ def test_a_run_without_an_option_has_no_place_on_its_axis_of_numbers(tmp_path):
     assert axes["optimizer.lr"] == [1, 2, 3, None]
 
 
+def test_the_costs_are_the_largest_that_are_told(tmp_path):
+    costs = {"node_hours": 1.5, "joules": 4000.0}
+    write_lines(tmp_path / "metrics.jsonl", [record(1, node_hours=1.25, joules=3e3)])
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), {"event": "end", "step": 1} | costs])
+    text = Page(report_of([tmp_path])).text
+    for told in ("node-hours 1.5 ", "energy 4 kJ ", "tokens per joule 0.05 "):
+        assert told in text
+
+
 def test_a_live_report_follows_a_run(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [record(1)])
     report = LiveReport([tmp_path])
