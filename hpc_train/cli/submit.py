@@ -72,9 +72,7 @@ def options() -> Parser:
     made.add_argument(
         "--constraint", default="", metavar="FEATURE", help="features of nodes (SLURM, Flux)"
     )
-    made.add_argument(
-        "--reservation", default="", metavar="NAME", help="reservation (SLURM, LSF)"
-    )
+    made.add_argument("--reservation", default="", metavar="NAME", help="reservation (SLURM, LSF)")
     made.add_argument(
         "--exclusive", action="store_true", help="ask for nodes that no other job uses"
     )
@@ -130,8 +128,8 @@ def options() -> Parser:
     made.add_argument(
         "--chain",
         default=1,
-        help="number of jobs to queue now (SLURM, Flux); each waits for the one before it (default: "
-        "%(default)s)",
+        help="number of jobs to queue now (SLURM, Flux); each waits for the one before it "
+        "(default: %(default)s)",
         **COUNT,
     )
     made.add_argument(

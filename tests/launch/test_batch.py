@@ -289,8 +289,8 @@ def test_a_watch_that_cannot_start_is_tried_less_and_less_often(tmp_path):
         "srun": "exit 1",
         "sleep": 'echo "$1" >>slept; exec /bin/sleep 0.01',
     }
-    for name, text in commands.items():
-        (shell.folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+    for name, line in commands.items():
+        (shell.folder / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
         (shell.folder / "bin" / name).chmod(0o755)
     start = "until grep -q 300 slept; do /bin/sleep 0.02; done"
     assert shell.run(start, setup=["no_kill=yes"], requeue_by="requeue").returncode == 0
