@@ -156,13 +156,23 @@ def file_error(error: BaseException) -> HpcTrainError | None:
         return None
     path = error.filename if error.filename2 is None else error.filename2
     if path is None and error.errno in _FULL:  # writing through a descriptor names no file
-        return StorageError(f"a file cannot be written ({error.strerror})", _REMEDIES[error.errno])
+        what = "a file" if _takes_output(sys.stdout) else "standard output"
+        return StorageError(f"{what} cannot be written ({error.strerror})", _REMEDIES[error.errno])
     if not isinstance(path, str | bytes | os.PathLike) or error.errno is None:
         return None
     cause = f"{os.fsdecode(path)} cannot be used ({error.strerror})"
     if error.errno in _REMEDIES:
         return StorageError(cause, _REMEDIES[error.errno])
     return HpcTrainError(cause, "look whether its file system works, and try it again")
+
+
+def _takes_output(stream: TextIO) -> bool:
+    """Whether a stream takes what its buffer still holds."""
+    try:
+        stream.flush()
+    except OSError:
+        return False
+    return True
 
 
 def _raised_here(error: BaseException) -> bool:

@@ -51,9 +51,10 @@ VERBS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `hpc-train`; returns the exit code."""
     _open_streams()
+    code = 0
     try:
         try:
-            return _run(sys.argv[1:] if arguments is None else list(arguments))
+            code = _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
             sys.stdout.flush()  # here, where a reader that has gone is no error
     except KeyboardInterrupt:
@@ -68,8 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if told is None:
             return EXIT_READER_GONE
-        print_error(told)
-        return told.exit_code
+        if code == 0:  # otherwise an error is told already
+            print_error(told)
+        return code or told.exit_code
+    return code
 
 
 def _open_streams() -> None:

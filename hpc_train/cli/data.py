@@ -89,6 +89,8 @@ def index_files(paths: Sequence[Path]) -> None:
         try:
             readable, refused = write_index(path)
         except DataError as error:
+            if len(paths) == 1:
+                raise
             print(error.cause)
             failed.append(error)
             continue
@@ -96,8 +98,6 @@ def index_files(paths: Sequence[Path]) -> None:
         for name, why in refused.items():
             print(f"  {name} cannot be read: {why}")
     if failed:
-        if len(paths) == 1:
-            raise failed[0]
         raise DataError(f"files that were not indexed: {len(failed)} of {len(paths)}", "see above")
 
 

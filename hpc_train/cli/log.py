@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import Parser
-from hpc_train.errors import ConfigError, HpcTrainError, plural
+from hpc_train.errors import ConfigError, HpcTrainError, plural, print_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,11 +57,9 @@ def run(arguments: Sequence[str]) -> int:
     given = options().parse_args(arguments)
     from hpc_train.trackers.source import TrackedRun
 
-    paths = [Path(run) for run in given.runs]
+    paths = _with_records([Path(run) for run in given.runs])
     folders = [Path(given.out, path.resolve().name) if given.out else path for path in paths]
-    for number, path in enumerate(paths):
-        if not (path / "metrics.jsonl").is_file():
-            raise ConfigError(f"{path} has no metrics.jsonl", "give the directory of a run")
+    for number in range(len(paths)):
         if folders[number] in folders[:number]:
             raise ConfigError(
                 f"two runs have the name {folders[number].name}", "export them to two folders"
@@ -68,6 +67,23 @@ def run(arguments: Sequence[str]) -> int:
     for path, folder in zip(paths, folders, strict=True):
         export_run(TrackedRun(path, folder), given.to)
     return 0
+
+
+def _with_records(paths: Sequence[Path]) -> list[Path]:
+    """The run directories that have records. For each other one a line is printed.
+
+    Raises:
+        UserError: none has records, or one is not there.
+    """
+    found = [path for path in paths if (path / "metrics.jsonl").is_file()]
+    missing = [path for path in paths if not path.exists()]
+    if missing or not found:
+        path = (missing or paths)[0]
+        raise ConfigError(f"{path} has no metrics.jsonl", "give the directory of a run")
+    for path in paths:
+        if path not in found:
+            print_line(f"hpc-train log: {path} has no records yet: it is left out", sys.stderr)
+    return found
 
 
 def export_run(run: TrackedRun, to: str) -> None:

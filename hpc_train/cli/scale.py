@@ -128,17 +128,24 @@ def run(arguments: Sequence[str]) -> int:
 
     if wants_help(arguments):
         return show_help(options(), arguments)
+    from hpc_train.scaling.running import QueuedRuns, run_here
+
     given, study, request = read_study(arguments)
     if given.dry_run:
         for one in study.runs():
             print(f"{plural(one.nodes, 'node')}: {' '.join(one.options)}")
         return 0
-    study.claim()
     left = [one for one in study.runs() if study.result(one) is None]
+    here = bool(left) and _runs_here(given, request)
+    study.claim()
     if len(left) < study.repeats * len(study.nodes):
         say(f"{study.repeats * len(study.nodes) - len(left)} runs are finished already")
     try:
-        failed = _all_run(given, study, request, left)
+        if here:
+            failed = run_here(study, request, left, say)
+        else:
+            queued = QueuedRuns(study, request, given.jobs_at_once, say)
+            failed = queued.submit(left, wait=not given.no_wait)
     except KeyboardInterrupt:
         say(f"stopped: the same command continues with {study.folder}")
         return EXIT_STOPPED
@@ -207,38 +214,35 @@ def _ranks_per_node(request: SubmitRequest) -> int:
     return request.ranks_per_node or site
 
 
-def _all_run(
-    given: Namespace, study: ScaleStudy, request: SubmitRequest, left: Sequence[ScaleRun]
-) -> list[ScaleRun]:
-    """Run what is left of a study; returns the runs without a result."""
+def _runs_here(given: Namespace, request: SubmitRequest) -> bool:
+    """Whether a study runs here, and not as jobs in a queue.
+
+    Raises:
+        UserError: it does, and an option is for jobs in a queue.
+    """
     import os
     from dataclasses import fields
 
     from hpc_train.cli.submit import read_request
     from hpc_train.errors import UserError
     from hpc_train.launch.hosts import allocated
-    from hpc_train.scaling.running import QueuedRuns, run_here
 
-    if not left:
-        return []
     inside = request.scheduler is None and request.site is None and allocated(os.environ)
     if not inside and request.scheduler != "local":
-        return QueuedRuns(study, request, given.jobs_at_once, say).submit(
-            left, wait=not given.no_wait
-        )
+        return False
     if given.no_wait or given.jobs_at_once:
         raise UserError(
             "--no_wait and --jobs_at_once are for jobs in a queue, and these runs are started here",
-            "leave them out, or name a --scheduler",
+            "leave them out, or name a scheduler that has a queue",
         )
     default = read_request(["CONFIG.yaml"])
     for name in (one.name for one in fields(request) if one.name not in HERE):
         if getattr(request, name) != getattr(default, name):
             raise UserError(
                 f"--{name} means nothing to a study that runs here",
-                "leave it out, or name a --scheduler",
+                "leave it out, or name a scheduler that has a queue",
             )
-    return run_here(study, request, left, say)
+    return True
 
 
 def _write(given: Namespace, study: ScaleStudy, name: str) -> None:

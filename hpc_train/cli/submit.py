@@ -70,9 +70,9 @@ def options() -> Parser:
     made.add_argument("--queue", help="queue or partition; a QOS where the site's queues are these")
     made.add_argument("--qos", default="", help="quality of service (SLURM)")
     made.add_argument(
-        "--constraint", default="", metavar="FEATURE", help="features of nodes (SLURM)"
+        "--constraint", default="", metavar="FEATURE", help="features of nodes (SLURM, Flux)"
     )
-    made.add_argument("--reservation", default="", metavar="NAME", help="reservation (SLURM)")
+    made.add_argument("--reservation", default="", metavar="NAME", help="reservation (SLURM, LSF)")
     made.add_argument(
         "--exclusive", action="store_true", help="ask for nodes that no other job uses"
     )
@@ -128,7 +128,8 @@ def options() -> Parser:
     made.add_argument(
         "--chain",
         default=1,
-        help="number of jobs to queue now; each waits for the one before it (default: %(default)s)",
+        help="number of jobs to queue now (SLURM, Flux); each waits for the one before it "
+        "(default: %(default)s)",
         **COUNT,
     )
     made.add_argument(
@@ -141,7 +142,9 @@ def options() -> Parser:
         "optimizer.lr=1e-3,1e-4",
     )
     made.add_argument(
-        "--tasks_at_once", help="most tasks of a sweep that run at the same time", **COUNT
+        "--tasks_at_once",
+        help="most tasks of a sweep that run at the same time (SLURM, PBS, LSF)",
+        **COUNT,
     )
     made.add_argument(
         "--image", default="", help="container image in which each rank runs: a file or a name"

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
@@ -34,6 +35,7 @@ IN_WORKERS = {
 }
 # Launchers and schedulers send these to all processes of a rank. Only the rank is to act on them.
 OF_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SOCKET_BYTES = 107  # of the longest name that the kernel gives a socket
 GUARD = re.compile(r"^if\b.*__name__.*__main__", re.MULTILINE)
 
 _state: Callable[[], str] | None = None
@@ -49,7 +51,8 @@ def start_workers() -> None:
     has at the time of the call.
 
     Raises:
-        UserError: MPI runs already, or the script has no line `if __name__ == "__main__":`.
+        UserError: MPI runs already, the script has no line `if __name__ == "__main__":`, or TMPDIR
+            is too long for a socket.
     """
     if _in_worker() or (_state is not None and not _state()):
         return
@@ -119,6 +122,7 @@ def _start_warm() -> None:
 
     Raises:
         Cold: no server has forked this rank, or the server does not fork another process.
+        UserError: TMPDIR is too long, with or without such a server.
     """
     server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker
@@ -130,7 +134,7 @@ def _start_warm() -> None:
                 tracked, to_tracker = _pipe(lent, kept)
                 numbers.append(tracked)
             listener = lent.enter_context(socket.socket(socket.AF_UNIX))
-            address: str = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+            address = _socket_address()
             listener.bind(address)
             Path(address).chmod(0o600)
             listener.listen()
@@ -153,6 +157,16 @@ def _start_warm() -> None:
         return "the process that forks them has ended; its output says why" if ended else ""
 
     _use(state)
+
+
+def _socket_address() -> str:
+    address: str = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    if len(os.fsencode(address)) > SOCKET_BYTES:
+        raise UserError(
+            f"TMPDIR {tempfile.gettempdir()} is too long for a socket",
+            "set it to a shorter one, such as /tmp",
+        )
+    return address
 
 
 def _pipe(lent: ExitStack, kept: ExitStack) -> tuple[int, int]:

@@ -182,7 +182,7 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         DataError: there is no manifest, or it is damaged, or it is that of a table.
     """
-    return checked_manifest(directory, parse_manifest, "text")
+    return checked_manifest(directory, parse_manifest, "text|tokens")
 
 
 def checked_manifest(directory: Path, parse: Callable[[Any], M], kind: str) -> M:

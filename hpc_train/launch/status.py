@@ -12,7 +12,7 @@ from hpc_train.launch import queued
 from hpc_train.launch.alive import job_runs, state_in_words
 from hpc_train.launch.protocol import QUEUED, STOP
 from hpc_train.launch.recent import RecentRecords
-from hpc_train.monitoring.spent import costs_in, describe_joules
+from hpc_train.monitoring.spent import SpentCosts, costs_in, describe_joules
 from hpc_train.times import time_text
 
 DEPTHS = ("*", "*/*", "*/*/*")  # where `status` looks for runs below the working directory
@@ -52,7 +52,8 @@ class RunStatus:
         """
         if time.monotonic() - self._asked >= ASK_SECONDS:
             self._jobs, self._asked = _jobs(self.run), time.monotonic()
-        return [*self._jobs, *_progress(self.run, curves), *_costs(self.run), *_end(self.run)]
+        found = [*self._jobs, *_progress(self.run, curves), *_costs(self.run), *_end(self.run)]
+        return found or ["no job of it is in the queue, and none has begun"]
 
 
 def check_run(run: Path) -> None:
@@ -121,8 +122,8 @@ def _newest_checkpoint(latest: Path) -> str:
 
 
 def _costs(run: Path) -> list[str]:
-    """What the run has cost, with the scheduler's energy if nothing else has read any."""
-    spent = costs_in(run)
+    """What the run has cost, or all tasks of a sweep, with the scheduler's energy if no other."""
+    spent = sum(map(costs_in, (run, *run.glob("task-*"))), SpentCosts())
     if not spent.node_hours:
         return []
     line = f"cost: {spent.describe()}"

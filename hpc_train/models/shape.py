@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class Shape(ABC):
             near.append(f"parallel.pp {parts // virtual_stages}")
         raise ConfigError(
             f"parallel.pp {pp}{virtual} is more than the {parts} parts of the model "
-            f"(embedding, {self.layers} layers, head)",
+            f"(embedding, {plural(self.layers, 'layer')}, head)",
             f"nearest that fits: {', or '.join(near)}",
         )
 

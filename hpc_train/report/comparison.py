@@ -40,8 +40,7 @@ class Compared:
             words = [options[number] for _, options, _ in rows]
             axes.append({"label": key, "values": _numbers(words) or words})
         axes = [axis for axis in axes if _differ(axis["values"])][:MOST_OPTIONS]
-        results = [0, *range(1, len(self.results))]
-        for number in reversed(results):
+        for number in reversed(range(len(self.results))):
             values = [found[number] for _, _, found in rows]
             known = [value if math.isfinite(value) else None for value in values]
             if _differ(known):

@@ -150,10 +150,10 @@ def _summary(sources: Sequence[RunSource]) -> dict[str, list[str]]:
             "steps lost": source.lost if starts > 1 else NO_VALUE,
             "model TFLOP/s": plain_number(source.mean("tflops")),
             "MFU": plain_number(source.mean("mfu"), 3),
-            "node-hours": plain_number(source.last("node_hours")),
-            "energy": short_number(source.last("joules"), "J"),
-            "tokens per joule": plain_number(source.last("tokens") / source.last("joules"))
-            if source.last("joules")
+            "node-hours": plain_number(source.costs.node_hours or None),
+            "energy": short_number(source.costs.joules or None, "J"),
+            "tokens per joule": plain_number(source.last("tokens") / source.costs.joules)
+            if source.costs.joules
             else NO_VALUE,
         }
         for heading, text in row.items():

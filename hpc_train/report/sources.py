@@ -13,6 +13,7 @@ import numpy as np
 from hpc_train.launch.alive import job_runs
 from hpc_train.launch.queued import TASKS, read_tasks
 from hpc_train.launch.status import check_run
+from hpc_train.monitoring.spent import costs_in
 from hpc_train.report.decimation import BUCKETS
 from hpc_train.report.metrics import Metrics
 from hpc_train.report.options import read_config, words_as_options
@@ -51,6 +52,7 @@ class RunSource:
         """
         self.metrics.update()
         self.runs = job_runs(self.path)
+        self.costs = costs_in(self.path)
         self.story = read_story(self.path)
         trained = [start for start in self.story.starts if start.after is not None]
         for newest in trained[-1:]:

@@ -134,6 +134,7 @@ class ScaleStudy:
         """Write down what all runs have in common, or check that an earlier study had the same.
 
         The numbers of nodes, the repeats and the warm-up may differ from those of an earlier call.
+        An earlier study of which no run has begun is replaced.
 
         Raises:
             UserError: the folder has another study, or cannot be written.
@@ -143,7 +144,7 @@ class ScaleStudy:
             before = json.loads(path.read_text())
         except (OSError, ValueError):
             before = None
-        if before is not None and before != mine:
+        if before not in (None, mine) and any(self.folder.glob("nodes-*-run-*")):
             changed = [key for key in mine if before.get(key) != mine[key]]
             raise UserError(
                 f"{self.folder} has a study with another {', '.join(changed)}",

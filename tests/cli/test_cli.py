@@ -18,7 +18,7 @@ from hpc_train.config.file import KEYS, load
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import save_tensors
 from tests.programs import hpc_train as command
-from tests.programs import run
+from tests.programs import only_line, run
 
 HEAVY = ("torch", "mpi4py", "horovod", "h5py", "numpy")
 UNUSED = {*HEAVY, "jsonargparse", "jinja2", "psutil", "yaml", "rich", "xxhash"}
@@ -203,8 +203,14 @@ def test_output_that_finds_no_space_is_one_line(tmp_path, monkeypatch, words):
     (tmp_path / "LATEST").touch()
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            command(*words), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            command(*words),
+            env=os.environ | {"PYTHONUNBUFFERED": ""},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
     assert done.returncode == 2
-    assert "No space left on device" in done.stderr
+    told = "standard output cannot be written (No space left on device): free some space"
+    assert told in only_line(done.stderr)
     assert done.stderr.count("\n") == 1

@@ -57,7 +57,7 @@ def test_under_a_launcher_rank_0_reports_for_all():
     tree, found = topics(done)
     assert [rank["rank"] for rank in tree["ranks"]] == [0, 1, 2]
     assert "started by Open MPI" in found["launcher"]["text"]
-    assert found["nodes and ranks"]["text"].startswith("1 x 3 (")
+    assert found["nodes and ranks"]["text"].startswith("1 node, 3 ranks (")
     text = run(*command("mpirun", 2, "doctor")).stdout
     assert text.count("the main job runs here") == 1
 
@@ -259,4 +259,4 @@ def test_without_torch_there_are_no_matrix_products_and_mpi_is_still_looked_at(t
 
 def test_nodes_are_counted_with_their_ranks():
     ranks = [{"host": host} for host in "abab"]
-    assert checks.nodes(ranks).text == "2 x 4 (a: 2, b: 2)"
+    assert checks.nodes(ranks).text == "2 nodes, 4 ranks (a: 2, b: 2)"

@@ -83,6 +83,19 @@ def test_several_runs_go_to_one_folder(made, tmp_path):
     assert not (made.path / "tensorboard").exists()
 
 
+def test_runs_without_records_are_left_out_and_told(made, tmp_path):
+    made.job(0, 2)
+    (tmp_path / "queued").mkdir()
+    done = export(made, str(tmp_path / "queued"), "--to", "csv")
+    assert (done.returncode, (made.path / "metrics.csv").exists()) == (0, True)
+    told = f"hpc-train log: {tmp_path}/queued has no records yet: it is left out"
+    assert done.stderr.splitlines() == [told]
+    (made.path / "metrics.jsonl").unlink()
+    done = export(made, str(tmp_path / "queued"), "--to", "csv")
+    assert done.returncode == 2
+    assert "has no metrics.jsonl" in only_line(done.stderr)
+
+
 def test_no_torch_and_no_mpi_are_loaded(made):
     made.job(0, 2)
     words = [sys.executable, "-X", "importtime", "-m", "hpc_train", "log", "export"]

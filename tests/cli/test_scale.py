@@ -178,6 +178,7 @@ def test_mistakes_are_one_line(desk, monkeypatch, capsys, words, message):
     assert main(["scale", "my.yaml", "--steps", "4", *words]) == 2
     assert message in only_line(capsys.readouterr().err)
     assert not (desk.folder / "runs").exists()
+    assert not (desk.folder / "x").exists()
 
 
 def test_a_job_has_too_few_nodes_for_the_study(desk):

@@ -66,6 +66,17 @@ def test_the_status_tells_the_costs_and_the_schedulers_energy_if_no_other_is_kno
     )
 
 
+def test_the_costs_of_a_sweep_are_those_of_its_tasks(desk):
+    for number, told in enumerate(({"joules": 4e6, "metered_node_hours": 1.0}, {})):
+        task = desk.folder / f"runs/my/task-{number}"
+        task.mkdir()
+        (task / "metrics.jsonl").write_text(json.dumps({"step": 1, "node_hours": 1.0} | told))
+    cost = (
+        "    cost: 2 node-hours and 4 MJ (1.1 kWh) so far; the energy was read in 50 % of the time"
+    )
+    assert cost in desk.run("status", "runs/my").stdout.splitlines()
+
+
 def test_the_status_of_a_run_whose_job_has_ended(desk):
     run = desk.folder / "runs/my"
     with (run / "jobs.jsonl").open("a") as file:
@@ -103,7 +114,8 @@ def test_a_folder_that_is_no_run_has_no_status(desk):
         assert "bin is not a run directory" in only_line(done.stderr)
     (desk.folder / "runs/my/jobs.jsonl").unlink()
     assert "no run of `hpc-train submit`" in desk.run("status").stdout
-    assert desk.run("status", "runs/my").stdout == "runs/my\n", "it was not submitted"
+    lines = desk.run("status", "runs/my").stdout.splitlines()
+    assert lines == ["runs/my", "    no job of it is in the queue, and none has begun"]
 
 
 def test_logs_are_the_newest_output_or_those_of_a_rank(desk):

@@ -137,7 +137,7 @@ def test_a_rank_that_uses_mpi_takes_the_fork_server(tmp_path, started, monkeypat
     expected = field(tmp_path / "a.h5")
     np.testing.assert_array_equal(Arrays(tmp_path / "a.h5", "chunked").fetch([1]), expected[1:2])
     (tmp_path / "b.h5").write_bytes(b"no HDF5 at all")
-    with pytest.raises(DataError, match=r"b.h5 cannot be read as HDF5"):
+    with pytest.raises(DataError, match=r"b.h5 is no HDF5 file"):
         Arrays(tmp_path / "b.h5", "chunked")
     monkeypatch.setattr(indexing, "serve_forked", killed)
     with pytest.raises(DataError, match=r"a.h5: .* ended by SIGKILL"):
@@ -194,12 +194,13 @@ def test_files_that_cannot_be_indexed_are_named(tmp_path):
     done = run(*hpc_train("data", "index", *paths))
     assert done.returncode == 2
     assert only_line(done.stderr) == "files that were not indexed: 3 of 4: see above"
-    assert f"{paths[0]} cannot be read as HDF5" in done.stdout
+    assert f"{paths[0]} is no HDF5 file" in done.stdout
     assert f"{paths[2]}: No such file or directory" in done.stdout
     assert f"{paths[3]} is not a file" in done.stdout
     assert Path(paths[1] + ".index.json").exists()
     done = run(*hpc_train("data", "index", paths[0]))
-    assert f"{paths[0]} cannot be read as HDF5" in only_line(done.stderr)
+    assert f"{paths[0]} is no HDF5 file: give HDF5" in only_line(done.stderr)
+    assert done.stdout == ""
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import connection
 
 import numpy as np
 import psutil
@@ -238,6 +239,14 @@ def test_it_is_refused_when_mpi_runs(monkeypatch):
     monkeypatch.setattr(fork_server, "_state", None)
     monkeypatch.setattr(fork_server, "mpi_runs", lambda: True)
     with pytest.raises(UserError, match="MPI runs already"):
+        fork_server.start_workers()
+
+
+def test_a_tmpdir_that_is_too_long_for_a_socket_is_refused(monkeypatch):
+    monkeypatch.setattr(fork_server, "_state", None)
+    monkeypatch.setattr(fork_server, "mpi_runs", lambda: False)
+    monkeypatch.setattr(connection, "arbitrary_address", lambda family: f"/{'a' * 130}/socket")
+    with pytest.raises(UserError, match="is too long for a socket: set it to a shorter one"):
         fork_server.start_workers()
 
 

@@ -275,6 +275,29 @@ def test_a_file_stop_ends_it_for_good(shell):
     assert not shell.calls
 
 
+def test_a_job_that_is_cancelled_as_it_starts_ends_as_a_cancelled_one(tmp_path):
+    """The training refuses a run that has STOP."""
+    shell = Shell(tmp_path, "slurm")
+    assert shell.run("touch run/STOP; exit 2").returncode == 75
+    assert shell.records[-1]["why"] == "run/STOP is there"
+
+
+def test_a_watch_that_cannot_start_is_tried_less_and_less_often(tmp_path):
+    shell = Shell(tmp_path, "slurm")
+    commands = {
+        **dict.fromkeys(("squeue", "scontrol"), "echo node2"),
+        "srun": "exit 1",
+        "sleep": 'echo "$1" >>slept; exec /bin/sleep 0.01',
+    }
+    for name, line in commands.items():
+        (shell.folder / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
+        (shell.folder / "bin" / name).chmod(0o755)
+    start = "until grep -q 300 slept; do /bin/sleep 0.02; done"
+    assert shell.run(start, setup=["no_kill=yes"], requeue_by="requeue").returncode == 0
+    pauses = [word for word in (shell.folder / "slept").read_text().split() if word != "0.2"]
+    assert pauses[:7] == ["5", "10", "20", "40", "80", "160", "300"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_reaches_the_launcher_and_its_code_the_script(shell, number):
     process = shell.start(SAVES.format(seconds=0.3))

@@ -267,6 +267,15 @@ def test_a_sweep_is_compared_by_its_options_the_best_first(tmp_path):
     assert "last step" not in axes, "it is the same for all"
 
 
+def test_runs_without_records_are_compared_by_their_options(tmp_path):
+    runs = [tmp_path / str(number) for number in range(3)]
+    for number, run in enumerate(runs):
+        run.mkdir()
+        (run / "config.yaml").write_text(f"optimizer: {{lr: {number + 1}}}")
+    (axis,) = Page(report_of(runs)).data["parallel"]["axes"]
+    assert (axis["label"], axis["values"]) == ("optimizer.lr", [1, 2, 3])
+
+
 def test_a_run_without_an_option_has_no_place_on_its_axis_of_numbers(tmp_path):
     for number in range(4):
         write_lines(tmp_path / f"{number}/metrics.jsonl", [record(1)])
@@ -275,6 +284,15 @@ def test_a_run_without_an_option_has_no_place_on_its_axis_of_numbers(tmp_path):
     found = Page(report_of([tmp_path / str(number) for number in range(4)])).data["parallel"]
     axes = {axis["label"]: axis["values"] for axis in found["axes"]}
     assert axes["optimizer.lr"] == [1, 2, 3, None]
+
+
+def test_the_costs_are_the_largest_that_are_told(tmp_path):
+    costs = {"node_hours": 1.5, "joules": 4000.0}
+    write_lines(tmp_path / "metrics.jsonl", [record(1, node_hours=1.25, joules=3e3)])
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), {"event": "end", "step": 1} | costs])
+    text = Page(report_of([tmp_path])).text
+    for told in ("node-hours 1.5 ", "energy 4 kJ ", "tokens per joule 0.05 "):
+        assert told in text
 
 
 def test_a_live_report_follows_a_run(tmp_path):

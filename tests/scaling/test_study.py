@@ -61,7 +61,9 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs(
 
 
 def test_a_folder_has_one_study_which_may_grow(tmp_path):
-    study(tmp_path).claim()
+    study(tmp_path, steps=9).claim()
+    study(tmp_path).claim()  # no run of the other one has begun
+    (tmp_path / "nodes-1-run-1").mkdir()
     study(tmp_path, nodes=(1, 2, 4, 8), repeats=5, warmup=4).claim()
     with pytest.raises(UserError, match="another configuration"):
         study(tmp_path, "--optimizer.lr", "0.5").claim()

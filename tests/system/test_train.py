@@ -167,11 +167,13 @@ def test_ctrl_c_stops_with_a_checkpoint_where_there_is_no_launcher(program):
     metrics = program.root / "run" / "metrics.jsonl"
     command = program.command("run", *LONG, "--run.steps", "1000000")
     with subprocess.Popen(
-        command, env=ENVIRON, stdout=subprocess.DEVNULL, preexec_fn=hear_ctrl_c
+        command, env=ENVIRON, stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c
     ) as process:
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n"))
         process.send_signal(signal.SIGINT)
+        told = process.communicate()[0]
     assert process.returncode == 75
+    assert "stopped by Ctrl-C after step" in told
     assert program.checkpoint("run", len(program.losses("run"))).exists()
 
 

@@ -160,7 +160,8 @@ def nodes(ranks: list[dict[str, Any]]) -> Finding:
     """Count the ranks on each host."""
     hosts = [rank["host"] for rank in ranks]
     each = ", ".join(f"{host}: {hosts.count(host)}" for host in dict.fromkeys(hosts))
-    return Finding("nodes and ranks", OK, f"{len(set(hosts))} x {len(hosts)} ({each})")
+    text = f"{plural(len(set(hosts)), 'node')}, {plural(len(hosts), 'rank')} ({each})"
+    return Finding("nodes and ranks", OK, text)
 
 
 def binding(ranks: list[dict[str, Any]]) -> Finding:

@@ -242,6 +242,8 @@ class Helper:
             raise DataError(f"{path}: the HDF5 library has lost its memory", CHECK_FILE) from None
         if not isinstance(tree, dict) or not isinstance(tree.get("variables"), dict):
             why = tree.get("error") if isinstance(tree, dict) else "no answer"
+            if "file signature not found" in str(why):
+                raise DataError(f"{path} is no HDF5 file", "give HDF5 or NetCDF-4 files")
             raise DataError(f"{path} cannot be read as HDF5: {str(why)[:400]}", CHECK_FILE)
         return found, tree["variables"]
 

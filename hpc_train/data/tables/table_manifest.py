@@ -173,7 +173,7 @@ def read_any_manifest(directory: Path) -> Manifest | TableManifest:
     Raises:
         DataError: there is no manifest, or it is damaged.
     """
-    return checked_manifest(directory, _parse_any, "text|table")
+    return checked_manifest(directory, _parse_any, "text|tokens|table")
 
 
 def _parse_any(tree: Any) -> Manifest | TableManifest:

@@ -124,6 +124,9 @@ if [ -z "$signalled" ]; then
     if [ -n "$signalled" ] && [ "$code" -eq 138 ]; then
         code=75 # the signal ended a program that was not listening yet
     fi
+    if [ "$code" -eq 2 ] && stopped; then
+        code=75 # a training that finds STOP as it starts refuses with 2
+    fi
 fi
 
 if [ "$(newest)" = "$before" ]; then

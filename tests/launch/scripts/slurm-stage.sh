@@ -132,12 +132,14 @@ echo "job $SLURM_JOB_ID, start $count, on $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB
 # job's last node watches: if nothing changes in the run directory any more, it queues the job again.
 # If SLURM loses that node, too, the last one of the others takes its place.
 watch() {
+    pause=5
     while kill -0 $$; do # as long as this script lives
         nodes=$("$squeue" -h -j "$job" -o %N) || nodes=$SLURM_JOB_NODELIST
         watcher=$("$scontrol" show hostnames "$nodes" | tail -n 1)
         if [ -z "$watcher" ] || [ "$watcher" = "$SLURMD_NODENAME" ]; then
             return
         fi
+        SECONDS=0
         # shellcheck disable=SC2016
         srun --overlap --mpi=none --mem=0 --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$watcher" \
             --output=none --error=none bash -c '
@@ -149,7 +151,10 @@ watch() {
                         "$5" requeue "$6"
                     fi
                 done' watch "$SLURMD_NODENAME" "${HPC_TRAIN_SILENCE:-120}" "$run_dir" "$squeue" "$scontrol" "$job"
-        sleep 5
+        # An srun that cannot start would otherwise ask SLURM each 5 seconds for the whole job.
+        [ "$SECONDS" -lt 60 ] || pause=5
+        sleep "$pause"
+        pause=$((pause < 150 ? 2 * pause : 300))
     done
 }
 if [ -n "$no_kill" ] && [ "$requeue_by" != never ] && [ "$count" -lt "$max_requeues" ]; then
@@ -198,6 +203,9 @@ if [ -z "$signalled" ]; then
     done
     if [ -n "$signalled" ] && [ "$code" -eq 138 ]; then
         code=75 # the signal ended a program that was not listening yet
+    fi
+    if [ "$code" -eq 2 ] && stopped; then
+        code=75 # a training that finds STOP as it starts refuses with 2
     fi
 fi
 
