@@ -123,7 +123,7 @@ def parser() -> Parser:
     made = Parser(
         prog="hpc-train",
         description="Train PyTorch models on HPC clusters over MPI and Horovod.",
-        epilog=EXIT_CODES,
+        epilog=f"{EXIT_CODES}. documentation: {documentation() or 'it is not installed here'}",
     )
     made.lists = "verbs"
     made.add_argument("--version", action="version", version=f"hpc-train {__version__}")
@@ -137,6 +137,15 @@ def parser() -> Parser:
     for name, text in VERBS.items():
         verbs.add_parser(name, help=text)
     return made
+
+
+def documentation() -> Path | None:
+    """The folder of the pages that messages name as docs/...; None if it is not here."""
+    import sysconfig
+
+    checkout, installed = Path(__file__).parents[2], Path(sysconfig.get_path("data"))
+    folders = checkout / "docs", installed / "share/doc/hpc_train/docs"
+    return next((folder for folder in folders if (folder / "how-to").is_dir()), None)
 
 
 def _started_warm(arguments: list[str]) -> int | None:

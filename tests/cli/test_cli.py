@@ -112,6 +112,16 @@ def test_help_lists_the_verbs_and_the_exit_codes():
         assert word in text
 
 
+def test_help_says_where_the_pages_are_that_messages_name():
+    folder = run(*command("--help")).stdout.rpartition("documentation: ")[2].strip()
+    named = (
+        page
+        for source in Path(hpc_train.__file__).parent.rglob("*.py")
+        for page in re.findall(r"docs(/how-to/[\w-]+\.md)", source.read_text())
+    )
+    assert all(Path(folder + page).is_file() for page in named)
+
+
 def test_help_of_train_lists_every_key_with_its_meaning():
     text = run(*command("train", "--help")).stdout
     for key in KEYS:
