@@ -13,7 +13,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.gradients.norms import total_norm
 
-SAMPLE = 4096  # elements of each gradient that are compared
+COMPARED = 4096  # elements of each gradient
 ALIKE = 0.05  # relative difference of gradients that is no rounding, also in 16 bits
 SMALL = 1 << 18  # bytes; copying a gradient up to this size costs less than a call of its own
 
@@ -69,7 +69,7 @@ class LayoutGradients:
         if over.group.size == 1:
             return
         samples = [
-            (self._alike[parameter], part.detach().flatten()[:: -(-part.numel() // SAMPLE) or 1])
+            (self._alike[parameter], part.detach().flatten()[:: -(-part.numel() // COMPARED) or 1])
             for parameter, part in averager.parts()
             if parameter in self._alike
         ]
