@@ -159,13 +159,16 @@ def average_gradients(
         options: how gradients are averaged.
 
     Raises:
-        UserError: the ranks have built different models, or options do not fit together.
+        UserError: the ranks have built different models, an option has a value that it does not
+            take, or options do not fit together.
         SetupError: the engine is horovod, and Horovod is missing or does not load.
     """
     given = group
     # Its own communicator outlives the job: a later one in this process may take the parameters.
     levels = given if isinstance(given, Levels) else Levels.of(given.duplicate())
     group = levels.whole
+    with agreed(group):
+        options.check_values()
     if options.reduction == "adasum" and options.engine != "horovod":
         raise UserError("reduction adasum needs engine horovod", 'give engine="horovod" as well')
     # Ranks may have different cores. `whole` has parameters, whose values are not to be compared.

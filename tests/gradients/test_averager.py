@@ -168,6 +168,41 @@ def test_options_that_do_not_go_together_are_refused(job, options):
         average_gradients(model, optimizer, job.world, AveragingOptions(engine="mpi", **options))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": "gloo"},
+        {"two_level": True},
+        {"reduction": "sum"},
+        {"zero": 5},
+        {"scope": "world"},
+        {"average_every": 0},
+        {"average_every": 2.5},
+        {"bucket_bytes": -5},
+        {"bucket_bytes": "4MB"},
+        {"hang_timeout": None},
+        {"compression": "zip"},
+    ],
+    ids=str,
+)
+def test_a_value_that_no_option_takes_is_refused_by_its_name(job, options):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrong = AveragingOptions(**options if job.world.rank == job.world.size - 1 else {})
+    with pytest.raises(UserError, match=next(iter(options))) as caught:
+        average_gradients(model, optimizer, job.world, wrong)
+    assert caught.value.remedy
+
+
+def test_items_that_are_no_number_are_refused_on_all_ranks(job):
+    model = Model()
+    averager = average_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), job.world)
+    with pytest.raises(UserError, match="weight was called with 2.5: give a whole number"):
+        averager.weight(2.5 if job.world.rank == job.world.size - 1 else 2)
+    assert averager.weight(torch.tensor(2)) == 1
+    averager.close()
+
+
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("needs", [{}, {"zero": 1}, {"compression": "bf16"}], ids=str)
 def test_too_little_memory_on_one_node_is_known_on_all(job, monkeypatch, caplog, needs):
