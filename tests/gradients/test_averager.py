@@ -351,3 +351,63 @@ def test_a_parameter_made_by_expand_is_refused_before_training(job):
     model.weight = nn.Parameter(torch.ones(1, 3).expand(2, 3))
     with pytest.raises(UserError, match=r"weight was made by expand\(\)"):
         average_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), job.world)
+
+
+def stepped(group, **options):
+    """A model after a step on other samples for each rank, with its optimizer and averager."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = average_gradients(model, optimizer, group, AveragingOptions(**options))
+    another_step(model, optimizer, group)
+    return model, optimizer, averager
+
+
+def another_step(model, optimizer, group):
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(group.rank)
+    model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def differing(model, group):
+    """Whether the ranks' parameters differ."""
+    return len({*group.gathered(repr([p.tolist() for p in model.parameters()]))}) > 1
+
+
+CLOSED = {
+    "average": lambda averager: averager.average(),
+    "norm": lambda averager: averager.norm(),
+    "scale_": lambda averager: averager.scale_(0.5),
+    "step": lambda averager: averager.step(),
+    "weight": lambda averager: averager.weight(2),
+    "parts": lambda averager: averager.parts(),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 2}, {"average_every": 2}], ids=str)
+def test_a_closed_averager_refuses_what_would_not_be_averaged(job, options):
+    _, _, averager = stepped(job.world, **options)
+    averager.close()
+    for call in CLOSED.values():
+        with pytest.raises(UserError, match="the averager was closed"):
+            call(averager)
+    averager.close()
+
+
+def test_local_steps_end_with_the_same_parameters_on_all_ranks(job):
+    model, _, averager = stepped(job.world, average_every=3)
+    assert differing(model, job.world) == (job.world.size > 1)
+    averager.close()
+    assert not differing(model, job.world)
+
+
+@pytest.mark.parametrize("zeros", [(1, 1), (1, 0), (2, 1)], ids=str)
+def test_a_second_averager_of_the_same_optimizer_goes_on(job, zeros):
+    first, then = zeros
+    model, optimizer, old = stepped(job.world, zero=first)
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions(zero=then))
+    another_step(model, optimizer, job.world)
+    assert not differing(model, job.world)
+    with pytest.raises(UserError, match="closed"):
+        old.step()
+    averager.close()
