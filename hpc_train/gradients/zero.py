@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
 from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.gradients.divided_state import divide_state, gather_state, has_room
 from hpc_train.gradients.division import Reach
 from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.mpi import BucketAverager
@@ -31,14 +32,16 @@ def check_divisible(optimizer: Optimizer) -> None:
     """Check that an optimizer can be divided over ranks.
 
     Raises:
-        UserError: the optimizer has a state already, or does not treat each element by itself.
+        UserError: it does not treat each element by itself, or has a state of other shapes.
     """
-    if optimizer.state:
-        raise UserError(
-            "the optimizer has a state already, which memory.zero would have to divide",
-            "set up averaging first, then restore the state; leave zero out for an optimizer that "
-            "has a state from the beginning, as Adagrad",
-        )
+    for parameter, slots in optimizer.state.items():
+        for name, value in slots.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                raise UserError(
+                    f"memory.zero cannot divide {name} of the optimizer's state, which has "
+                    "another shape than its parameter",
+                    "leave zero out, or take another optimizer",
+                )
     if WHOLE & {kind.__name__ for kind in type(optimizer).__mro__}:
         raise UserError(
             f"memory.zero gives each rank rows of the parameters, and {type(optimizer).__name__} "
@@ -51,8 +54,9 @@ class ShardedAverager(BucketAverager):
     """`BucketAverager` whose optimizer updates this rank's slabs, in memory that the node shares.
 
     The optimizer's groups hold the slabs in place of the shared parameters, whose `grad` is not
-    used. The optimizer must treat each element by itself, as SGD and Adam do, and have no state yet
-    (`check_divisible`). Between `average` and the end of `step` nobody may use the parameters.
+    used. The optimizer must treat each element by itself, as SGD and Adam do (`check_divisible`).
+    A state that it has already is divided, and `close` gives all ranks the whole one. Between
+    `average` and the end of `step` nobody may use the parameters.
 
     Args:
         model, optimizer: as for `BucketAverager`.
@@ -140,6 +144,7 @@ class ShardedAverager(BucketAverager):
         for group in self.optimizer.param_groups:
             kept = [p if p not in self.shared else pieces.get(p) for p in group["params"]]
             group["params"] = [p for p in kept if p is not None]
+        divide_state(self.optimizer, self.parameters.slabs, self.shared)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if set_to_none:
@@ -251,11 +256,19 @@ class ShardedAverager(BucketAverager):
     def close(self) -> None:
         """Give each rank its own copy of the parameters. Collective.
 
-        The optimizer has all parameters again, and its state is cleared.
+        The optimizer has all parameters again, with their state if the nodes have memory for that.
         """
+        if self._closed:
+            return
         self.parameters.wait()
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=False):
             group["params"] = parameters  # groups that came later, an error, stay as they are
-        self.optimizer.state.clear()
         self._gradients = {}
+        mine = self.optimizer, self.parameters.slabs
+        nbytes = sum(p.nbytes for p in self.shared)
+        staged = isinstance(self.parameters, StagedParameters)
+        if has_room(*mine, nbytes, self.shards, self.levels, staged=staged):
+            gather_state(*mine, self.shared, self.shards)
+        for piece in self.parameters.slabs:
+            self.optimizer.state.pop(piece, None)
         super().close()

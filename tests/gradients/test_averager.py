@@ -10,7 +10,7 @@ from torch import nn
 
 from hpc_train.collectives import node
 from hpc_train.errors import SetupError, UserError
-from hpc_train.gradients import average_gradients
+from hpc_train.gradients import average_gradients, divided_state
 from hpc_train.gradients.averager import best_engine
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
@@ -411,3 +411,59 @@ def test_a_second_averager_of_the_same_optimizer_goes_on(job, zeros):
     with pytest.raises(UserError, match="closed"):
         old.step()
     averager.close()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def phases(group, levels, zeros, optimizer_class=adamw, **options):
+    """A model and its optimizer after two steps under each of several averagers in turn."""
+    torch.manual_seed(0)
+    model = Model().double()
+    optimizer = optimizer_class(model)
+    for number, zero in enumerate(zeros):
+        more = {"engine": "mpi", "bucket_bytes": 100 * (number + 1), **options}
+        averager = average_gradients(model, optimizer, levels, AveragingOptions(zero=zero, **more))
+        for step in range(2):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(100 * number + 10 * step + group.rank)
+            model(torch.randn(4, 6, generator=generator).double()).square().mean().backward()
+            optimizer.step()
+        averager.close()
+    return model, optimizer
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("scope", ["node", "all"])
+@pytest.mark.parametrize("zeros", [(1, 1), (2, 0), (0, 1)], ids=str)
+def test_an_optimizer_keeps_its_state_from_one_averager_with_zero_to_the_next(job, zeros, scope):
+    levels = levels_of(job.world, (0, 0, 1, 1))
+    expected, its_optimizer = phases(job.world, levels, (0, 0))
+    model, optimizer = phases(job.world, levels, zeros, scope=scope)
+    levels.close()
+    assert_same(model, expected)
+    for parameter, its in zip(model.parameters(), expected.parameters(), strict=True):
+        state, its_state = optimizer.state[parameter], its_optimizer.state[its]
+        assert state.keys() == its_state.keys()
+        assert all(torch.allclose(state[name], its_state[name]) for name in state)
+    assert len(optimizer.state) == len(its_optimizer.state)
+
+
+def test_a_state_for_which_a_node_has_no_memory_is_dropped_with_a_warning(job, monkeypatch, caplog):
+    monkeypatch.setattr(divided_state, "free_bytes", lambda: 0)
+    _, optimizer = phases(job.world, job.world, (1,))
+    if job.world.size > 1:
+        assert not optimizer.state
+        assert job.world.rank or "the optimizer's state (such as" in caplog.text
+
+
+def test_a_state_of_other_shapes_is_not_divided(job):
+    def odd(model):
+        optimizer = adamw(model)
+        optimizer.state[next(model.parameters())]["factor"] = torch.zeros(2)
+        return optimizer
+
+    if job.world.size > 1:
+        with pytest.raises(UserError, match="memory.zero cannot divide factor"):
+            phases(job.world, job.world, (1,), odd)
