@@ -26,6 +26,7 @@ from hpc_train.gradients.slots import (
 from hpc_train.gradients.sums import Sums
 
 ENGINE = torch.autograd.Variable._execution_engine
+CONVERT_BEFORE = "convert the model and change the optimizer before averaging is set up"
 STEADY = 2  # after this number of steps without anything unusual, sums begin in the backward pass
 
 
@@ -132,7 +133,14 @@ class Filling:
             ENGINE.queue_callback(self.promise)  # runs at the end of this backward pass
         if gradient is None:
             raise looked_too_early()
-        if gradient is not slot.pending:
+        promise = slot.pending
+        if parameter.dtype is not promise.dtype or parameter.device != promise.device:
+            raise UserError(
+                f"the model has moved a parameter from {promise.dtype} on {promise.device} to "
+                f"{parameter.dtype} on {parameter.device}",
+                CONVERT_BEFORE,
+            )
+        if gradient is not promise:
             if gradient.requires_grad:
                 raise has_graph()
             self.stirred = True

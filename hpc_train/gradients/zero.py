@@ -13,7 +13,7 @@ from hpc_train.collectives import connect
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients.divided_state import divide_state, gather_state, has_room
 from hpc_train.gradients.division import Reach
-from hpc_train.gradients.filling import Filling
+from hpc_train.gradients.filling import CONVERT_BEFORE, Filling
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.norms import total_norm
 from hpc_train.gradients.pooled_filling import PooledFilling
@@ -24,6 +24,8 @@ from hpc_train.gradients.staged_parameters import StagedParameters
 from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.models.initial import InitialValues
 
+SHARES = "memory.zero shares parameters between ranks"
+MOVED = "the model has moved a parameter"
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 """Optimizers of torch whose update of an element depends on other elements."""
 
@@ -175,11 +177,8 @@ class ShardedAverager(BucketAverager):
         """Check as `BucketAverager` does, and that parameters still lie in shared memory."""
         moved = self.parameters.moved_away()
         if moved or self._changed():
-            what = "model has moved a parameter" if moved else "optimizer has got other parameters"
-            return False, UserError(
-                f"memory.zero shares parameters between ranks, and the {what}",
-                "convert the model and change the optimizer before averaging is set up",
-            )
+            what = MOVED if moved else "the optimizer has got other parameters"
+            return False, UserError(f"{SHARES}, and {what}", CONVERT_BEFORE)
         return super()._check()
 
     def _adopt(self) -> None:
@@ -210,6 +209,8 @@ class ShardedAverager(BucketAverager):
     def _look(self, slot: Slot) -> Tensor:
         if slot.parameter not in self.shared:
             return super()._look(slot)
+        if self.parameters.moved_away():  # converting the model looks at each gradient
+            raise UserError(f"{SHARES}, and {MOVED}", CONVERT_BEFORE)
         raise UserError(
             "with memory.zero no rank has the whole gradient of a parameter",
             "clip by the averager's `norm` and `scale_`, or by a Loop or Trainer; drop gradients "
