@@ -130,7 +130,7 @@ class Filling:
         if (task := torch._C._current_graph_task_id()) != self._task:
             self._task = task
             self._begin_pass()
-            ENGINE.queue_callback(self.promise)  # runs at the end of this backward pass
+            ENGINE.queue_callback(self._end_pass)  # runs at the end of this backward pass
         if gradient is None:
             raise looked_too_early()
         promise = slot.pending
@@ -155,6 +155,14 @@ class Filling:
             )
         slot.arrived += 1
         self._arrived(slot)
+
+    def _end_pass(self) -> None:
+        """Refuse what later hooks of the program have put in the place of promises."""
+        for slot in self.all_slots:
+            gradient = slot.parameter.grad
+            if slot.filled and gradient is not None and gradient is not slot.pending:
+                raise looked_too_early()
+        self.promise()
 
     def promise(self) -> None:
         """Promise the mean of parameters that no backward pass has reached on this rank."""

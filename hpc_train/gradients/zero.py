@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.staged_parameters import StagedParameters
 from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.models.initial import InitialValues
+
+logger = logging.getLogger(__name__)
 
 SHARES = "memory.zero shares parameters between ranks"
 MOVED = "the model has moved a parameter"
@@ -100,6 +103,8 @@ class ShardedAverager(BucketAverager):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._divide_optimizer()
         self._remember()
+        self._warned = False  # that a state is only a part
+        self._step_hooks.append(optimizer.register_state_dict_pre_hook(self._warn_of_part))
 
     def _remember(self) -> None:
         super()._remember()
@@ -147,6 +152,14 @@ class ShardedAverager(BucketAverager):
             kept = [p if p not in self.shared else pieces.get(p) for p in group["params"]]
             group["params"] = [p for p in kept if p is not None]
         divide_state(self.optimizer, self.parameters.slabs, self.shared)
+
+    def _warn_of_part(self, *_: Any) -> None:
+        if not self._warned:
+            logger.warning(
+                "memory.zero: optimizer.state_dict() has this rank's part of the state only; a "
+                "checkpoint of a Loop has all of it, and so has the optimizer after close"
+            )
+        self._warned = True
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if set_to_none:

@@ -467,3 +467,12 @@ def test_a_state_of_other_shapes_is_not_divided(job):
     if job.world.size > 1:
         with pytest.raises(UserError, match="memory.zero cannot divide factor"):
             phases(job.world, job.world, (1,), odd)
+
+
+def test_a_part_of_an_optimizers_state_is_told(job, caplog):
+    _, optimizer, averager = stepped(job.world, zero=1)
+    optimizer.state_dict()
+    optimizer.state_dict()
+    averager.close()
+    optimizer.state_dict()
+    assert caplog.text.count("has this rank's part of the state only") == (job.world.size > 1)

@@ -185,6 +185,7 @@ LOOKS = {
     "data": lambda parameter: parameter.grad.data,
     "step": lambda parameter: parameter.data.add_(parameter.grad, alpha=-0.1),
     "sum": lambda parameter: parameter.grad + 1,
+    "set": lambda parameter: setattr(parameter, "grad", torch.zeros_like(parameter)),
 }
 
 
