@@ -13,7 +13,7 @@ from jsonargparse import DefaultHelpFormatter
 
 from hpc_train.config.file import KEYS, PARTS, PATH_KEYS, SECTIONS
 from hpc_train.config.mixture import FORM
-from hpc_train.kinds import kind_in_words
+from hpc_train.errors import kind_in_words
 
 PLACES = {"a whole number": "N", "a number": "NUMBER"}
 PRINTS = "Print the configuration that the file and all options make together, and exit."

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpc_train.compression import parse_scheme as parse_compression
-from hpc_train.errors import ConfigError
-from hpc_train.kinds import check_kinds
+from hpc_train.errors import ConfigError, check_kinds
 
 
 def at_least(section: object, name: str, **limits: float | None) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch.nn import Parameter
 
 from hpc_train.compression import parse_scheme
-from hpc_train.errors import ConfigError, UserError
+from hpc_train.errors import ConfigError, UserError, check_kinds
 from hpc_train.gradients.progress import Progress, ThreadProgress
-from hpc_train.kinds import check_kinds
 from hpc_train.models.gate import Gate
 from hpc_train.models.initial import InitialValues
 from hpc_train.mpi.environment import ranks_yield
