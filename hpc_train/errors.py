@@ -23,8 +23,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import types
 from contextlib import suppress
-from typing import TextIO
+from numbers import Integral, Real
+from typing import Any, Literal, TextIO, Union, get_args, get_origin, get_type_hints
 
 EXIT_FAILURE = 1
 EXIT_USER = 2
@@ -42,6 +44,8 @@ _REMEDIES = {
     ),
     errno.ENAMETOOLONG: "give a shorter name",
 }
+_KINDS = ((bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"))
+_NUMBERS: dict[Any, type] = {int: Integral, float: Real}
 _NO_USERS_CODE = {"hpc_train", "rich", *sys.stdlib_module_names}
 
 
@@ -229,3 +233,43 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 def print_error(error: HpcTrainError | str) -> None:
     """Print an error as one line on standard error."""
     print_line(f"hpc-train: error: {' '.join(str(error).split())}", sys.stderr)
+
+
+def check_kinds(given: Any, name: str) -> None:
+    """Check the fields that are numbers, texts, true or false, or one of a few values.
+
+    Args:
+        given: the dataclass.
+        name: what it is called in the message.
+
+    Raises:
+        ConfigError: a field has another value.
+    """
+    for key, kind in get_type_hints(type(given)).items():
+        value = getattr(given, key)
+        if not _fits(value, kind):
+            raise ConfigError(f"{name}.{key} is {value!r}", f"give {kind_in_words(kind)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return any(value == one and type(value) is type(one) for one in get_args(kind))
+    if get_origin(kind) in (Union, types.UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if kind in _NUMBERS:
+        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def kind_in_words(kind: Any) -> str:
+    """A type in words: "a whole number" for int, and for int | None."""
+    choices = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, choices))}" if choices[1:] else str(choices[0])
+    if get_origin(kind) in (Union, types.UnionType):
+        words = {kind_in_words(choice) for choice in choices if choice is not types.NoneType}
+        return " or ".join(sorted(words))
+    base = get_origin(kind) or kind
+    if issubclass(base, list | tuple):
+        return "a list"
+    return next((words for known, words in _KINDS if issubclass(base, known)), base.__name__)

@@ -13,8 +13,8 @@ from jsonargparse import DefaultHelpFormatter
 
 from hpc_train.config.file import KEYS, PARTS, PATH_KEYS, SECTIONS
 from hpc_train.config.mixture import FORM
+from hpc_train.errors import kind_in_words
 
-KINDS = ((bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"))
 PLACES = {"a whole number": "N", "a number": "NUMBER"}
 PRINTS = "Print the configuration that the file and all options make together, and exit."
 
@@ -72,20 +72,6 @@ def choices_of(key: str) -> str:
     if len(real) == 1 and get_origin(real[0]) is Literal:
         return "{" + ",".join(map(str, get_args(real[0]))) + "}"
     return ""
-
-
-def kind_in_words(kind: Any) -> str:
-    """A type in words: "a whole number" for int, and for int | None."""
-    choices = get_args(kind)
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, choices))}" if choices[1:] else str(choices[0])
-    if get_origin(kind) in (Union, types.UnionType):
-        words = {kind_in_words(choice) for choice in choices if choice is not types.NoneType}
-        return " or ".join(sorted(words))
-    base = get_origin(kind) or kind
-    if issubclass(base, list | tuple):
-        return "a list"
-    return next((words for known, words in KINDS if issubclass(base, known)), base.__name__)
 
 
 def in_words(default: object) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpc_train.compression import parse_scheme as parse_compression
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, check_kinds
 
 
 def at_least(section: object, name: str, **limits: float | None) -> None:
@@ -91,6 +91,8 @@ class GradientsSection:
     """How gradients are compressed between nodes: none, fp16, bf16, topk:RATIO or powersgd:RANK."""
 
     def __post_init__(self) -> None:
+        # Options of the command line are checked as they are read. Programs may give anything.
+        check_kinds(self, "gradients")
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
             raise ConfigError(f"gradients.bucket_mb is {self.bucket_mb}", "give a size above 0")
         at_least(self, "gradients", average_every=1)
@@ -160,13 +162,6 @@ class MemorySection:
     processors, the full path of a folder on the nodes' own disks keeps it in files there."""
 
     def __post_init__(self) -> None:
-        # Options of the command line are checked as they are read. Programs may give anything.
-        for key, values in (("zero", ("auto", 0, 1, 2, 3)), ("scope", ("node", "all"))):
-            if getattr(self, key) not in values:
-                raise ConfigError(
-                    f"memory.{key} is {getattr(self, key)!r}",
-                    f"give one of {', '.join(map(str, values))}",
-                )
         if self.offload not in ("none", "optimizer") and not self.offload.startswith(("/", "$")):
             raise ConfigError(
                 f"memory.offload is {self.offload!r}",
@@ -184,6 +179,7 @@ class MemorySection:
                 f"memory.recompute is {how!r}",
                 f"give one of {', '.join(map(str, RECOMPUTED))}, or a number of 1 or more",
             )
+        check_kinds(self, "memory")
 
     @property
     def stage(self) -> Zero:

@@ -159,18 +159,24 @@ def average_gradients(
         options: how gradients are averaged.
 
     Raises:
-        UserError: the ranks have built different models, or options do not fit together.
+        UserError: the ranks have built different models, an option has a value that it does not
+            take, or options do not fit together.
         SetupError: the engine is horovod, and Horovod is missing or does not load.
     """
     given = group
     # Its own communicator outlives the job: a later one in this process may take the parameters.
     levels = given if isinstance(given, Levels) else Levels.of(given.duplicate())
     group = levels.whole
+    with agreed(group):
+        options.check_values()
     if options.reduction == "adasum" and options.engine != "horovod":
         raise UserError("reduction adasum needs engine horovod", 'give engine="horovod" as well')
     # Ranks may have different cores. `whole` has parameters, whose values are not to be compared.
     _check(group, model, optimizer, replace(options, whole=(), gates=(), values=None, cores=1))
-    take_over(optimizer)
+    take_over(optimizer, group)
+    # Not before: with memory.zero an earlier averager has divided the optimizer over the ranks.
+    stepped = [(tuple(p.shape), p.requires_grad) for p in parameters_of(optimizer)]
+    same(group, "the optimizer (its parameters)", repr(stepped), "build the same")
     collectives = connect(group)
     parameters = [*model.parameters(), *parameters_of(optimizer)] if options.values is None else []
     tensors = [*parameters, *model.buffers()]
@@ -245,7 +251,7 @@ def _fill_rest(
 
 
 def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object) -> None:
-    """Check that all ranks have the same model, optimizer and options. Collective."""
+    """Check that all ranks have the same model and options. Collective."""
     if type(optimizer).__name__ == "SparseAdam" and group.size > 1:
         raise UserError(
             "SparseAdam takes sparse gradients, and their mean over ranks is not sparse",
@@ -257,8 +263,6 @@ def _check(group: Group, model: nn.Module, optimizer: Optimizer, options: object
     ]
     what = "the model (its parameters' names, shapes, strides and types)"
     same(group, what, repr(built), "build the same")
-    stepped = [(tuple(p.shape), p.requires_grad) for p in parameters_of(optimizer)]
-    same(group, "the optimizer (its parameters)", repr(stepped), "build the same")
     remedy = "give all ranks the same options"
     same(group, "an option of gradient averaging", repr(options), remedy)
 

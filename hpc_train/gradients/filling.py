@@ -26,6 +26,7 @@ from hpc_train.gradients.slots import (
 from hpc_train.gradients.sums import Sums
 
 ENGINE = torch.autograd.Variable._execution_engine
+CONVERT_BEFORE = "convert the model and change the optimizer before averaging is set up"
 STEADY = 2  # after this number of steps without anything unusual, sums begin in the backward pass
 
 
@@ -129,10 +130,17 @@ class Filling:
         if (task := torch._C._current_graph_task_id()) != self._task:
             self._task = task
             self._begin_pass()
-            ENGINE.queue_callback(self.promise)  # runs at the end of this backward pass
+            ENGINE.queue_callback(self._end_pass)  # runs at the end of this backward pass
         if gradient is None:
             raise looked_too_early()
-        if gradient is not slot.pending:
+        promise = slot.pending
+        if parameter.dtype is not promise.dtype or parameter.device != promise.device:
+            raise UserError(
+                f"the model has moved a parameter from {promise.dtype} on {promise.device} to "
+                f"{parameter.dtype} on {parameter.device}",
+                CONVERT_BEFORE,
+            )
+        if gradient is not promise:
             if gradient.requires_grad:
                 raise has_graph()
             self.stirred = True
@@ -147,6 +155,14 @@ class Filling:
             )
         slot.arrived += 1
         self._arrived(slot)
+
+    def _end_pass(self) -> None:
+        """Refuse what later hooks of the program have put in the place of promises."""
+        for slot in self.all_slots:
+            gradient = slot.parameter.grad
+            if slot.filled and gradient is not None and gradient is not slot.pending:
+                raise looked_too_early()
+        self.promise()
 
     def promise(self) -> None:
         """Promise the mean of parameters that no backward pass has reached on this rank."""

@@ -81,6 +81,13 @@ class LocalSteps(BucketAverager):
             for slot in moments(self.optimizer).values():
                 self._average(slot)
 
+    def close(self) -> None:
+        """Average the steps since the last time, so that all replicas are equal. Collective."""
+        if not self._closed:
+            self._since = self.group.largest(self._since)  # a step may have failed on some ranks
+            self.settle()
+        super().close()
+
     def _replan(self) -> None:
         super()._replan()
         self._mean_sums.close()

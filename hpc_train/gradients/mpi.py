@@ -21,7 +21,14 @@ from hpc_train.gradients.census import Facts, Place, told
 from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.gradients.norms import total_norm
-from hpc_train.gradients.ownership import claim, disown, parameters_of, trained, trained_by
+from hpc_train.gradients.ownership import (
+    claim,
+    disown,
+    parameters_of,
+    refuse_closed,
+    trained,
+    trained_by,
+)
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import Slot
@@ -436,3 +443,5 @@ class BucketAverager:
         self._census.close()
         for release in self.at_close:
             release()
+        for name in ("average", "norm", "scale_", "step", "weight", "parts", "refresh"):
+            setattr(self, name, refuse_closed)

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch.nn import Parameter
 
-from hpc_train.errors import UserError
+from hpc_train.compression import parse_scheme
+from hpc_train.errors import ConfigError, UserError, check_kinds
 from hpc_train.gradients.progress import Progress, ThreadProgress
 from hpc_train.models.gate import Gate
 from hpc_train.models.initial import InitialValues
@@ -75,7 +76,7 @@ class AveragingOptions:
     compression: str = "none"
     average_every: int = 1
     reduction: Reduction = "mean"
-    zero: int = 0
+    zero: Literal[0, 1, 2, 3] = 0
     scope: Scope = "node"
     staged: bool = False
     only_modules_read: bool = False
@@ -90,6 +91,19 @@ class AveragingOptions:
     def spare_core(self) -> bool:
         """Whether this rank has a core that torch does not use."""
         return self.cores > torch.get_num_threads()
+
+    def check_values(self) -> None:
+        """Refuse options that have values of other types, or out of range.
+
+        Raises:
+            ConfigError: one has; the message names it.
+        """
+        check_kinds(self, "AveragingOptions")
+        for name, least in (("bucket_bytes", 1), ("average_every", 1), ("hang_timeout", 0)):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ConfigError(f"AveragingOptions.{name} is {value}", f"give {least} or more")
+        parse_scheme(self.compression)
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Refuse options that could not be followed.

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpc_train.errors import UserError
+from hpc_train.mpi.agreement import same
+from hpc_train.mpi.group import Group
 
 if TYPE_CHECKING:
     from hpc_train.gradients.mpi import BucketAverager
@@ -33,34 +35,46 @@ def trained(model: nn.Module, optimizer: Optimizer) -> list[Parameter]:
     return found + [p for p in trained_by(optimizer) if id(p) not in known]
 
 
-def take_over(optimizer: Optimizer) -> None:
+def take_over(optimizer: Optimizer, group: Group) -> None:
     """Take an optimizer's parameters from the averagers that have them. Collective.
 
-    An averager is closed if some of these parameters are its own optimizer's, as when a second loop
-    trains the model of a first. The closed averager's optimizer refuses to step, because its
-    gradients are no longer averaged.
+    An averager is closed if its optimizer is this one or has some of these parameters, as when a
+    second loop trains the model of a first. The closed averager's optimizer refuses to step,
+    because its gradients are no longer averaged, unless it is this one.
 
     Raises:
-        UserError: an averager has divided the parameters over nodes; on all ranks.
+        UserError: an averager has divided the parameters over nodes, or ranks find other averagers;
+            on all ranks.
     """
     wanted = trained_by(optimizer)
-    owners = {id(owner): owner for owner in (OWNERS.get(p) for p in wanted) if owner is not None}
-    for owner in owners.values():
-        # With memory.zero the optimizer has parts of the parameters that are shared.
-        shared = getattr(owner, "shared", ())
-        theirs = {id(p) for p in (*parameters_of(owner.optimizer), *shared)}
-        mine = [p for p in wanted if OWNERS.get(p) is owner]
-        if not any(id(p) in theirs for p in mine):
-            owner.release(mine)
+    # With memory.zero the optimizer has parts of the parameters, and perhaps none on this rank.
+    mine = [o for p, o in OWNERS.items() if o.optimizer is optimizer]
+    found = [*mine, *(OWNERS.get(p) for p in wanted)]
+    owners = {id(owner): owner for owner in found if owner is not None}.values()
+    ended = [owner for owner in owners if _shares(owner, optimizer, wanted)]
+    what = "the number of averagers that have the optimizer's parameters"
+    counts = f"{len(owners)} {len(ended)}"
+    same(group, what, counts, "give all ranks the same model and optimizer")
+    if any(getattr(owner, "streamed", ()) for owner in ended):
+        raise UserError(
+            "the model has parameters that another loop has divided over nodes",
+            "close that loop before you make this one",
+        )
+    for owner in owners:
+        if owner not in ended:
+            owner.release([p for p in wanted if OWNERS.get(p) is owner])
             continue
-        if getattr(owner, "streamed", ()):
-            raise UserError(
-                "the model has parameters that another loop has divided over nodes",
-                "close that loop before you make this one",
-            )
         owner.close()
         if owner.optimizer is not optimizer:
             owner.optimizer.register_step_pre_hook(_refuse)
+
+
+def _shares(owner: BucketAverager, optimizer: Optimizer, wanted: Iterable[Parameter]) -> bool:
+    """Whether an averager's own optimizer is this one, or trains some of these parameters."""
+    theirs = {id(p) for p in (*parameters_of(owner.optimizer), *getattr(owner, "shared", ()))}
+    return owner.optimizer is optimizer or any(
+        OWNERS.get(p) is owner and id(p) in theirs for p in wanted
+    )
 
 
 def _refuse(*_: Any) -> None:
@@ -68,6 +82,18 @@ def _refuse(*_: Any) -> None:
         "this optimizer's gradients are no longer averaged: another averager has been set up for "
         "its parameters",
         "step the optimizer that was given last, or give one optimizer all parameters",
+    )
+
+
+def refuse_closed(*_: Any, **__: Any) -> Any:
+    """In place of a closed averager's methods, which would give each rank a result of its own.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        "the averager was closed: gradients are no longer averaged",
+        "close it after the last step, or set up another one by average_gradients",
     )
 
 

@@ -80,13 +80,16 @@ class PendingGradient(Tensor):
             )
         return self.averaged().type(*args, **kwargs)
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """The averaged gradient as an array; torch does not dispatch this method."""
-        return self._looked().numpy(force=force)
+    def share_memory_(self) -> Any:
+        """Refuse to move the gradient out of the memory in which it is averaged.
 
-    def tolist(self) -> Any:
-        """The averaged gradient as a list; torch does not dispatch this method."""
-        return self._looked().tolist()
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "share_memory_() would move a gradient out of the memory in which it is averaged",
+            "share a copy: p.grad.clone().share_memory_()",
+        )
 
     @property
     def data(self) -> Tensor:
@@ -101,6 +104,33 @@ class PendingGradient(Tensor):
         if _in_backward_pass():
             raise looked_too_early()
         return self.averaged()
+
+
+def _looking(name: str) -> Callable[..., Any]:
+    """A method of tensors that torch does not dispatch, called on the averaged gradient."""
+
+    def method(self: PendingGradient, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._looked(), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+UNDISPATCHED = (
+    "numpy",
+    "tolist",
+    "data_ptr",
+    "storage_offset",
+    "untyped_storage",
+    "__array__",
+    "__dlpack__",
+    "__dlpack_device__",
+    "__deepcopy__",
+    "__reduce_ex__",
+)
+"""Methods that give others the gradient's memory, which a promise does not have."""
+for _name in UNDISPATCHED:
+    setattr(PendingGradient, _name, _looking(_name))
 
 
 def _in_backward_pass() -> bool:

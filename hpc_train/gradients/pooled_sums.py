@@ -102,7 +102,8 @@ class PooledSums(LevelSums):
         self.turns = Turns(sizes, self.room)
         super().__init__(levels, buckets, cross, reach=reach)
         self.passes = 0
-        self._under_way: set[int] = set()
+        # Replaced, and never changed: the gradients thread writes it while the program reads it.
+        self._under_way: frozenset[int] = frozenset()
         self._turns: dict[int, tuple[bool, bool]] = {}
         """For each bucket, whether its sum is that of a step's first pass, and of its last."""
         self._results: list[Tensor] = []
@@ -136,9 +137,10 @@ class PooledSums(LevelSums):
 
     def free(self, number: int) -> bool:
         """Whether no sum is under way that uses a bucket's memory, or the bucket's own."""
+        under_way = self._under_way
         if number >= self.divided:
-            return number not in self._under_way
-        pooled = (other for other in self._under_way if other < self.divided)
+            return number not in under_way
+        pooled = (other for other in under_way if other < self.divided)
         return not any(self.turns.meet(number, other) for other in pooled)
 
     def begin_pass(self, number: int, *, first: bool, last: bool) -> Coroutine[None]:
@@ -149,10 +151,10 @@ class PooledSums(LevelSums):
             first: whether it is the step's first pass.
             last: whether it is the step's last pass.
         """
-        self._under_way.add(number)
+        self._under_way |= {number}
         self._turns[number] = first, last
         yield from self.begin(number)
-        self._under_way.remove(number)
+        self._under_way -= {number}
 
     def _sum_part(self, number: int) -> Coroutine[None]:
         if number >= self.divided:

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives import connect
 from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.gradients.divided_state import divide_state, gather_state, has_room
 from hpc_train.gradients.division import Reach
-from hpc_train.gradients.filling import Filling
+from hpc_train.gradients.filling import CONVERT_BEFORE, Filling
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.norms import total_norm
 from hpc_train.gradients.pooled_filling import PooledFilling
@@ -26,6 +27,8 @@ from hpc_train.models.initial import InitialValues
 
 logger = logging.getLogger(__name__)
 
+SHARES = "memory.zero shares parameters between ranks"
+MOVED = "the model has moved a parameter"
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 """Optimizers of torch whose update of an element depends on other elements."""
 
@@ -34,14 +37,16 @@ def check_divisible(optimizer: Optimizer) -> None:
     """Check that an optimizer can be divided over ranks. Warns if that is not known.
 
     Raises:
-        UserError: the optimizer has a state already, or does not treat each element by itself.
+        UserError: it does not treat each element by itself, or has a state of other shapes.
     """
-    if optimizer.state:
-        raise UserError(
-            "the optimizer has a state already, which memory.zero would have to divide",
-            "set up averaging first, then restore the state; leave zero out for an optimizer that "
-            "has a state from the beginning, as Adagrad",
-        )
+    for parameter, slots in optimizer.state.items():
+        for name, value in slots.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                raise UserError(
+                    f"memory.zero cannot divide {name} of the optimizer's state, which has "
+                    "another shape than its parameter",
+                    "leave zero out, or take another optimizer",
+                )
     if WHOLE & {kind.__name__ for kind in type(optimizer).__mro__}:
         raise UserError(
             f"memory.zero gives each rank rows of the parameters, and {type(optimizer).__name__} "
@@ -61,8 +66,9 @@ class ShardedAverager(BucketAverager):
     """`BucketAverager` whose optimizer updates this rank's slabs, in memory that the node shares.
 
     The optimizer's groups hold the slabs in place of the shared parameters, whose `grad` is not
-    used. The optimizer must treat each element by itself, as SGD and Adam do, and have no state yet
-    (`check_divisible`). Between `average` and the end of `step` nobody may use the parameters.
+    used. The optimizer must treat each element by itself, as SGD and Adam do (`check_divisible`).
+    A state that it has already is divided, and `close` gives all ranks the whole one. Between
+    `average` and the end of `step` nobody may use the parameters.
 
     Args:
         model, optimizer: as for `BucketAverager`.
@@ -104,6 +110,8 @@ class ShardedAverager(BucketAverager):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._divide_optimizer()
         self._remember()
+        self._warned = False  # that a state is only a part
+        self._step_hooks.append(optimizer.register_state_dict_pre_hook(self._warn_of_part))
 
     def _remember(self) -> None:
         super()._remember()
@@ -150,6 +158,15 @@ class ShardedAverager(BucketAverager):
         for group in self.optimizer.param_groups:
             kept = [p if p not in self.shared else pieces.get(p) for p in group["params"]]
             group["params"] = [p for p in kept if p is not None]
+        divide_state(self.optimizer, self.parameters.slabs, self.shared)
+
+    def _warn_of_part(self, *_: Any) -> None:
+        if not self._warned:
+            logger.warning(
+                "memory.zero: optimizer.state_dict() has this rank's part of the state only; a "
+                "checkpoint of a Loop has all of it, and so has the optimizer after close"
+            )
+        self._warned = True
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if set_to_none:
@@ -180,11 +197,8 @@ class ShardedAverager(BucketAverager):
         """Check as `BucketAverager` does, and that parameters still lie in shared memory."""
         moved = self.parameters.moved_away()
         if moved or self._changed():
-            what = "model has moved a parameter" if moved else "optimizer has got other parameters"
-            return False, UserError(
-                f"memory.zero shares parameters between ranks, and the {what}",
-                "convert the model and change the optimizer before averaging is set up",
-            )
+            what = MOVED if moved else "the optimizer has got other parameters"
+            return False, UserError(f"{SHARES}, and {what}", CONVERT_BEFORE)
         return super()._check()
 
     def _adopt(self) -> None:
@@ -215,6 +229,8 @@ class ShardedAverager(BucketAverager):
     def _look(self, slot: Slot) -> Tensor:
         if slot.parameter not in self.shared:
             return super()._look(slot)
+        if self.parameters.moved_away():  # converting the model looks at each gradient
+            raise UserError(f"{SHARES}, and {MOVED}", CONVERT_BEFORE)
         raise UserError(
             "with memory.zero no rank has the whole gradient of a parameter",
             "clip by the averager's `norm` and `scale_`, or by a Loop or Trainer; drop gradients "
@@ -261,11 +277,19 @@ class ShardedAverager(BucketAverager):
     def close(self) -> None:
         """Give each rank its own copy of the parameters. Collective.
 
-        The optimizer has all parameters again, and its state is cleared.
+        The optimizer has all parameters again, with their state if the nodes have memory for that.
         """
+        if self._closed:
+            return
         self.parameters.wait()
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=False):
             group["params"] = parameters  # groups that came later, an error, stay as they are
-        self.optimizer.state.clear()
         self._gradients = {}
+        mine = self.optimizer, self.parameters.slabs
+        nbytes = sum(p.nbytes for p in self.shared)
+        staged = isinstance(self.parameters, StagedParameters)
+        if has_room(*mine, nbytes, self.shards, self.levels, staged=staged):
+            gather_state(*mine, self.shared, self.shards)
+        for piece in self.parameters.slabs:
+            self.optimizer.state.pop(piece, None)
         super().close()

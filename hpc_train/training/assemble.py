@@ -128,6 +128,8 @@ class Assembly:
     def close(self) -> None:
         """Release hooks, threads, shared memory and communicators. Collective."""
         self.checkpoints.close()
+        if self.averager.shards.group.size > 1:
+            self.optimizer.state.clear()  # else `close` would gather all of it, for nobody
         self.averager.close()
         batch_norm.release(self.model, self.replicas)
         self.layout.close()

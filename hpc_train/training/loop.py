@@ -299,7 +299,8 @@ class Loop(Stepping):
     def close(self) -> None:
         """Release what the loop holds, after a last checkpoint if it was left early. Collective.
 
-        The optimizer and the model stay, with all parameters if they fit. Another loop may be made.
+        The optimizer and the model stay, with all parameters and the optimizer's state if they fit.
+        Another loop may be made.
 
         Raises:
             UserError: other ranks have not left the loop.

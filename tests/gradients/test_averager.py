@@ -10,7 +10,7 @@ from torch import nn
 
 from hpc_train.collectives import node
 from hpc_train.errors import SetupError, UserError
-from hpc_train.gradients import average_gradients
+from hpc_train.gradients import average_gradients, divided_state
 from hpc_train.gradients.averager import best_engine
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.mpi import runtime
@@ -168,6 +168,41 @@ def test_options_that_do_not_go_together_are_refused(job, options):
         average_gradients(model, optimizer, job.world, AveragingOptions(engine="mpi", **options))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": "gloo"},
+        {"two_level": True},
+        {"reduction": "sum"},
+        {"zero": 5},
+        {"scope": "world"},
+        {"average_every": 0},
+        {"average_every": 2.5},
+        {"bucket_bytes": -5},
+        {"bucket_bytes": "4MB"},
+        {"hang_timeout": None},
+        {"compression": "zip"},
+    ],
+    ids=str,
+)
+def test_a_value_that_no_option_takes_is_refused_by_its_name(job, options):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrong = AveragingOptions(**options if job.world.rank == job.world.size - 1 else {})
+    with pytest.raises(UserError, match=next(iter(options))) as caught:
+        average_gradients(model, optimizer, job.world, wrong)
+    assert caught.value.remedy
+
+
+def test_items_that_are_no_number_are_refused_on_all_ranks(job):
+    model = Model()
+    averager = average_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), job.world)
+    with pytest.raises(UserError, match="weight was called with 2.5: give a whole number"):
+        averager.weight(2.5 if job.world.rank == job.world.size - 1 else 2)
+    assert averager.weight(torch.tensor(2)) == 1
+    averager.close()
+
+
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("needs", [{}, {"zero": 1}, {"compression": "bf16"}], ids=str)
 def test_too_little_memory_on_one_node_is_known_on_all(job, monkeypatch, caplog, needs):
@@ -316,3 +351,128 @@ def test_a_parameter_made_by_expand_is_refused_before_training(job):
     model.weight = nn.Parameter(torch.ones(1, 3).expand(2, 3))
     with pytest.raises(UserError, match=r"weight was made by expand\(\)"):
         average_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), job.world)
+
+
+def stepped(group, **options):
+    """A model after a step on other samples for each rank, with its optimizer and averager."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = average_gradients(model, optimizer, group, AveragingOptions(**options))
+    another_step(model, optimizer, group)
+    return model, optimizer, averager
+
+
+def another_step(model, optimizer, group):
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(group.rank)
+    model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def differing(model, group):
+    """Whether the ranks' parameters differ."""
+    return len({*group.gathered(repr([p.tolist() for p in model.parameters()]))}) > 1
+
+
+CLOSED = {
+    "average": lambda averager: averager.average(),
+    "norm": lambda averager: averager.norm(),
+    "scale_": lambda averager: averager.scale_(0.5),
+    "step": lambda averager: averager.step(),
+    "weight": lambda averager: averager.weight(2),
+    "parts": lambda averager: averager.parts(),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 2}, {"average_every": 2}], ids=str)
+def test_a_closed_averager_refuses_what_would_not_be_averaged(job, options):
+    _, _, averager = stepped(job.world, **options)
+    averager.close()
+    for call in CLOSED.values():
+        with pytest.raises(UserError, match="the averager was closed"):
+            call(averager)
+    averager.close()
+
+
+def test_local_steps_end_with_the_same_parameters_on_all_ranks(job):
+    model, _, averager = stepped(job.world, average_every=3)
+    assert differing(model, job.world) == (job.world.size > 1)
+    averager.close()
+    assert not differing(model, job.world)
+
+
+@pytest.mark.parametrize("zeros", [(1, 1), (1, 0), (2, 1)], ids=str)
+def test_a_second_averager_of_the_same_optimizer_goes_on(job, zeros):
+    first, then = zeros
+    model, optimizer, old = stepped(job.world, zero=first)
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions(zero=then))
+    another_step(model, optimizer, job.world)
+    assert not differing(model, job.world)
+    with pytest.raises(UserError, match="closed"):
+        old.step()
+    averager.close()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def phases(group, levels, zeros, optimizer_class=adamw, **options):
+    """A model and its optimizer after two steps under each of several averagers in turn."""
+    torch.manual_seed(0)
+    model = Model().double()
+    optimizer = optimizer_class(model)
+    for number, zero in enumerate(zeros):
+        more = {"engine": "mpi", "bucket_bytes": 100 * (number + 1), **options}
+        averager = average_gradients(model, optimizer, levels, AveragingOptions(zero=zero, **more))
+        for step in range(2):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(100 * number + 10 * step + group.rank)
+            model(torch.randn(4, 6, generator=generator).double()).square().mean().backward()
+            optimizer.step()
+        averager.close()
+    return model, optimizer
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("scope", ["node", "all"])
+@pytest.mark.parametrize("zeros", [(1, 1), (2, 0), (0, 1)], ids=str)
+def test_an_optimizer_keeps_its_state_from_one_averager_with_zero_to_the_next(job, zeros, scope):
+    levels = levels_of(job.world, (0, 0, 1, 1))
+    expected, its_optimizer = phases(job.world, levels, (0, 0))
+    model, optimizer = phases(job.world, levels, zeros, scope=scope)
+    levels.close()
+    assert_same(model, expected)
+    for parameter, its in zip(model.parameters(), expected.parameters(), strict=True):
+        state, its_state = optimizer.state[parameter], its_optimizer.state[its]
+        assert state.keys() == its_state.keys()
+        assert all(torch.allclose(state[name], its_state[name]) for name in state)
+    assert len(optimizer.state) == len(its_optimizer.state)
+
+
+def test_a_state_for_which_a_node_has_no_memory_is_dropped_with_a_warning(job, monkeypatch, caplog):
+    monkeypatch.setattr(divided_state, "free_bytes", lambda: 0)
+    _, optimizer = phases(job.world, job.world, (1,))
+    if job.world.size > 1:
+        assert not optimizer.state
+        assert job.world.rank or "the optimizer's state (such as" in caplog.text
+
+
+def test_a_state_of_other_shapes_is_not_divided(job):
+    def odd(model):
+        optimizer = adamw(model)
+        optimizer.state[next(model.parameters())]["factor"] = torch.zeros(2)
+        return optimizer
+
+    if job.world.size > 1:
+        with pytest.raises(UserError, match="memory.zero cannot divide factor"):
+            phases(job.world, job.world, (1,), odd)
+
+
+def test_a_part_of_an_optimizers_state_is_told(job, caplog):
+    _, optimizer, averager = stepped(job.world, zero=1)
+    optimizer.state_dict()
+    optimizer.state_dict()
+    averager.close()
+    optimizer.state_dict()
+    assert caplog.text.count("has this rank's part of the state only") == (job.world.size > 1)

@@ -673,6 +673,21 @@ def test_parameters_that_have_left_the_shared_memory_are_told(job):
     assert ("has moved a parameter" in text) == (job.world.size > 1)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+def test_a_model_that_is_converted_too_late_is_told(job, zero, kept):
+    model = build()
+    ours = Ours(job.world, model, torch.optim.SGD(model.parameters(), lr=0.1), zero=zero)
+    steps(ours)
+
+    if job.world.size > 1:
+        with pytest.raises(UserError, match="before averaging is set up"):
+            if not kept:
+                ours.averager.zero_grad()
+            model.float()(ours.batch(0).float()).sum().backward()
+    ours.close()
+
+
 def test_with_zero_a_look_at_a_part_of_a_gradient_is_refused(job):
     model = build()
     ours = Ours(job.world, model, torch.optim.SGD(model.parameters(), lr=0.1), zero=1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -133,25 +136,56 @@ def test_memory_of_gradients_can_be_replaced(job, engine, early):
     assert not both(job, loop_of(change, early=early), engine=engine)
 
 
-def test_lists_of_gradients_show_the_mean(job):
+LEAVES = {
+    "list": lambda gradient: torch.tensor(gradient.tolist()),
+    "numpy": np.asarray,
+    "dlpack": np.from_dlpack,
+    "torch": torch.from_dlpack,
+    "shared": lambda gradient: gradient.clone().share_memory_(),
+    "pickle": lambda gradient: pickle.loads(pickle.dumps(gradient)),
+    "deepcopy": copy.deepcopy,
+    "storage": lambda gradient: (
+        torch.empty(0)
+        .double()
+        .set_(
+            gradient.untyped_storage(), gradient.storage_offset(), gradient.shape, gradient.stride()
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+def test_what_leaves_torch_is_the_mean(job, leave):
     found = []
 
     def change(run, step):
         run.optimizer.zero_grad()
         run.backward(step)
-        found.append(next(run.model.parameters()).grad.tolist())
+        given = LEAVES[leave](next(run.model.parameters()).grad)
+        found.append(torch.tensor(given.tolist()).flatten())
 
     assert not both(job, loop_of(change))
-    assert torch.allclose(*(torch.tensor(some).double() for some in (found[:4], found[4:])))
+    assert torch.allclose(torch.stack(found[:4]), torch.stack(found[4:]))
+
+
+def test_a_gradient_is_not_moved_out_of_its_bucket(job):
+    run = Ours(job.world, model := build(), torch.optim.SGD(model.parameters(), lr=0.1))
+    run.backward(0)
+    if job.world.size > 1:
+        with pytest.raises(UserError, match=r"share a copy: p.grad.clone\(\).share_memory_"):
+            grads(run)[0].share_memory_()
+    run.close()
 
 
 LOOKS = {
     "look": lambda parameter: parameter.grad.norm(),
     "change": lambda parameter: parameter.grad.mul_(3),
     "list": lambda parameter: parameter.grad.tolist(),
+    "dlpack": lambda parameter: np.from_dlpack(parameter.grad),
     "data": lambda parameter: parameter.grad.data,
     "step": lambda parameter: parameter.data.add_(parameter.grad, alpha=-0.1),
     "sum": lambda parameter: parameter.grad + 1,
+    "set": lambda parameter: setattr(parameter, "grad", torch.zeros_like(parameter)),
 }
 
 

@@ -1,0 +1,34 @@
+"""What programs give for the keys of the sections gradients and memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpc_train.config import GradientsSection, MemorySection
+from hpc_train.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"reduction": "sum"}, "one of mean, adasum"),
+        ({"engine": "gloo"}, "one of auto, horovod, mpi, nccl"),
+        ({"two_level": True}, "one of auto, on, off"),
+        ({"average_every": 2.5}, "a whole number"),
+        ({"bucket_mb": "4"}, "a number"),
+        ({"compression": None}, "text"),
+    ],
+    ids=str,
+)
+def test_a_program_is_told_what_a_key_takes(given, remedy):
+    ((key, value),) = given.items()
+    with pytest.raises(ConfigError) as caught:
+        GradientsSection(**given)
+    assert str(caught.value) == f"gradients.{key} is {value!r}: give {remedy}"
+
+
+def test_numbers_of_numpy_and_true_of_zero_are_told_apart():
+    assert GradientsSection(average_every=np.int64(2), bucket_mb=4).average_every == 2
+    with pytest.raises(ConfigError, match="memory.zero is True: give one of auto, 0, 1, 2, 3"):
+        MemorySection(zero=True)
