@@ -209,11 +209,12 @@ class Content:
             checks.check_savable(self.trained, cut=cut)
 
     def unify(self) -> None:
-        """Bring all replicas to one state: running statistics in their buffers differ.
-
-        Other buffers should not. Rank 0 warns once of one that does.
-        """
+        """Bring all replicas to one state: running statistics in their buffers differ."""
         self.more.unify()
+        self.unify_buffers()
+
+    def unify_buffers(self) -> None:
+        """Give all replicas rank 0's buffers. Rank 0 warns once of one that should not differ."""
         compared = self.alike.group.size > 1 and not self._warned
         found = ""
         for name, buffer in self.trained.model.named_buffers():

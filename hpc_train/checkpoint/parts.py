@@ -274,9 +274,14 @@ class Parts:
 
 def changed_by(change: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> bool:
     """Change a tensor in place. Returns whether the first million elements have other bits."""
-    before = tensor.detach().flatten()[: 1 << 20].clone()
+
+    def some() -> torch.Tensor:  # it may be a view with strides, or stand for conjugate numbers
+        first = tensor.detach().flatten()[: 1 << 20].resolve_conj().resolve_neg()
+        return as_bytes(first.clone(memory_format=torch.contiguous_format))
+
+    before = some()
     change(tensor)
-    return not torch.equal(as_bytes(before), as_bytes(tensor.flatten()[: 1 << 20]))
+    return not torch.equal(before, some())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

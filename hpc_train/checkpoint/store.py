@@ -352,6 +352,10 @@ class Checkpoints:
                 logger.warning("%s; trying the one before", error)
         return 0
 
+    def unify_buffers(self) -> None:
+        """Give all replicas the buffers of rank 0. Collective."""
+        self._content.unify_buffers()
+
     def unify(self) -> None:
         """Bring all replicas to one state: running statistics in their buffers differ."""
         self._wait()

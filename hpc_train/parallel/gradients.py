@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -14,7 +15,8 @@ from hpc_train.gradients import GradientAverager
 from hpc_train.gradients.norms import total_norm
 
 COMPARED = 4096  # elements of each gradient
-ALIKE = 0.05  # relative difference of gradients that is no rounding, also in 16 bits
+ALIKE = 0.05  # relative difference of gradients that is no rounding, in 32 bits or more
+TINY = 1e-3  # part of the norm of all gradients below which one may be nothing but rounding
 SMALL = 1 << 18  # bytes; copying a gradient up to this size costs less than a call of its own
 
 
@@ -46,7 +48,7 @@ class LayoutGradients:
         model: Collectives,
     ) -> None:
         self.partial, self.tied, self._counted = partial, tied, frozenset(counted)
-        self._alike = alike
+        self._alike = dict(alike)
         self.tensor, self.embedding, self.model = tensor, embedding, model
 
     def complete(self) -> None:
@@ -57,7 +59,8 @@ class LayoutGradients:
     def check_alike(self, averager: GradientAverager) -> None:
         """Check that gradients which should be the same on tensor-parallel ranks are.
 
-        A sample of each is compared. Collective over the tensor-parallel group.
+        A sample of each is compared, until it was finite and not zero in one step. Collective over
+        the tensor-parallel group.
 
         Args:
             averager: has averaged and completed the gradients.
@@ -65,27 +68,32 @@ class LayoutGradients:
         Raises:
             UserError: they differ; perhaps not on all ranks.
         """
-        over = self.tensor
-        if over.group.size == 1:
+        if self.tensor.group.size == 1:
             return
-        samples = [
-            (self._alike[parameter], part.detach().flatten()[:: -(-part.numel() // COMPARED) or 1])
+        samples = {
+            parameter: part.detach().flatten()[:: -(-part.numel() // COMPARED) or 1].double()
             for parameter, part in averager.parts()
             if parameter in self._alike
-        ]
+        }
         if not samples:
             return
-        mine = torch.cat([sample.double() for _, sample in samples])
+        mine = torch.cat([*samples.values()])
         first = mine.clone()
-        over.broadcast_(first)
-        sizes = [len(sample) for _, sample in samples]
-        for (name, _), a, b in zip(samples, mine.split(sizes), first.split(sizes), strict=True):
-            if float((a - b).norm()) > ALIKE * float(torch.maximum(a.norm(), b.norm())):
-                raise UserError(
-                    f"the gradient of {name} differs between the ranks of parallel.tp",
-                    "between a colwise and a rowwise layer each rank computes only its part: use "
-                    "the parameter outside of the two, or give them no styles in `tensor_plan`",
-                )
+        self.tensor.broadcast_(first)
+        sizes = [len(sample) for sample in samples.values()]
+        least, differing = TINY * float(first.norm()), ""
+        for p, a, b in zip(samples, mine.split(sizes), first.split(sizes), strict=True):
+            norm, difference = float(b.norm()), float((a - b).norm())
+            if difference > max(least, ALIKE * max(norm, float(a.norm()))):
+                differing = differing or self._alike[p]
+            if least < norm < math.inf:  # the same on all ranks, as they have the same `first`
+                del self._alike[p]
+        if differing:
+            raise UserError(
+                f"the gradient of {differing} differs between the ranks of parallel.tp",
+                "between a colwise and a rowwise layer each rank computes only its part: use the "
+                "parameter outside of the two, or give them no styles in `tensor_plan`",
+            )
 
     @property
     def completed(self) -> Sequence[Parameter]:

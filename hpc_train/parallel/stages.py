@@ -83,6 +83,8 @@ class Stages:
         self.names = list(names)
         self._model = model
         self._cursor: Cursor | None = None  # the pass under way, if any
+        # Modules with hooks, by position: they get the activation before their hooks run.
+        self._entering: set[int] = set()
         kept = {position for run in mine for position in run}
         for position, name in enumerate(names):
             if position not in kept:
@@ -90,9 +92,8 @@ class Stages:
             module = model.get_submodule(name)
             original = module.forward if position in kept else None
             module.forward = _Visit(self, position, original)
-            if original is not None and has_hooks(
-                module
-            ):  # they see what the module is called with
+            if original is not None and has_hooks(module):
+                self._entering.add(position)
                 enter = partial(self._enter, position)
                 module.register_forward_pre_hook(enter, prepend=True)
 
@@ -188,6 +189,7 @@ class Stages:
             return received(cursor.activation)
         if position == cursor.run[0] and cursor.activation is not None:
             if not cursor.entered:
+                self._check_late_hooks(position)
                 args = (cursor.activation, *args[1:])
             if not cursor.again:
                 self._check_own(cursor, f"stage {name}", (args, how))
@@ -209,6 +211,18 @@ class Stages:
                 f"{where} uses a result of stages before {before}, from another rank; only "
                 "the result of the stage directly before reaches a stage",
                 APART,
+            )
+
+    def _check_late_hooks(self, position: int) -> None:
+        """Refuse hooks on a module's input that came after the model was divided."""
+        name = self.names[position]
+        module = self._model.get_submodule(name)
+        late = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        if late and position not in self._entering:
+            raise UserError(
+                f"stage {name} has got hooks after the model was divided, which would not see what "
+                "the stage is called with",
+                "register them before you make the Trainer",
             )
 
     def _check_gradient(self, cursor: Cursor, activation: Tensor) -> None:

@@ -452,6 +452,5 @@ class Loop(Stepping):
             self.averager.settle()
         model = self.checkpoints.state.model
         batch_norms.average_statistics(model, self.collectives)
-        for buffer in model.buffers():
-            self.collectives.broadcast_(buffer)
+        self.checkpoints.unify_buffers()
         return [model, *self.registered.modules]

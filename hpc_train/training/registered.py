@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor, torch_dtypes
 from hpc_train.checkpoint.parts import as_bytes
@@ -30,6 +32,11 @@ PREFIX = "registered"
 REGISTERED_KINDS = "registered_kinds"
 HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 """Keys of an optimizer's groups that are not saved: they say how it computes, not what."""
+
+
+def _held_by(thing: Any) -> list[Any]:
+    """What an object has in its attributes, and in the lists and dicts there."""
+    return [] if isinstance(thing, Optimizer) else tree_leaves(getattr(thing, "__dict__", {}))
 
 
 class Registrable(Protocol):
@@ -141,6 +148,8 @@ class Registered(ExtraState):
         saved = [self.model, *self.modules]
         known = {id(parameter) for module in saved for parameter in module.parameters()}
         known |= {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        # Other registered objects may have parameters that the program averages by itself.
+        known |= {id(held) for one in self.things.values() for held in _held_by(one)}
         with agreed(self.group):
             for name, other in others.items():
                 params = [p for group in other.param_groups for p in group["params"]]
@@ -150,15 +159,16 @@ class Registered(ExtraState):
                         f"{plural(len(lost), 'parameter')} that the loop's model lacks, which "
                         "would be neither averaged nor saved",
                         "give as the model one module that has all that is trained, such as "
-                        "torch.nn.ModuleList([model, criterion])",
+                        "torch.nn.ModuleList([model, criterion]); or average them yourself, and "
+                        "register an object that has them",
                     )
         self._tell_of_lost_optimizers(others.values())
         # torch marks the step of an optimizer that was given to a scheduler.
         steered = getattr(self.optimizer.step, "_wrapped_by_lr_sched", False)
         if steered and not any(map(self._steers, self.things.values())):
             logger.warning(
-                "the optimizer has a learning-rate scheduler that loop.register was not given, so "
-                "it begins anew when the run is resumed"
+                "the optimizer has a learning-rate scheduler that loop.register was not given: it "
+                "is not saved, and neither is the learning rate"
             )
 
     def _tell_of_lost_optimizers(self, others: Iterable[Optimizer]) -> None:
@@ -225,7 +235,9 @@ class Registered(ExtraState):
     def _steers(self, thing: Any) -> bool:
         """Whether an object changes the options of the optimizer's groups, as a scheduler does."""
         # Groups are compared, because the object may have the optimizer that Horovod has wrapped.
-        groups = getattr(getattr(thing, "optimizer", None), "param_groups", [])
+        inside = [one for one in _held_by(thing) if isinstance(one, LRScheduler)]
+        optimizers = [getattr(one, "optimizer", None) for one in (thing, *inside)]
+        groups = [group for one in optimizers for group in getattr(one, "param_groups", [])]
         return any(one is other for one in groups for other in self.optimizer.param_groups)
 
     def _digest(self, name: str, tree: Any) -> str:

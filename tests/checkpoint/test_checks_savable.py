@@ -10,7 +10,7 @@ from torch import nn
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.fileformat import format_dtypes
 from hpc_train.checkpoint.inspection import differences
-from hpc_train.checkpoint.parts import as_bytes
+from hpc_train.checkpoint.parts import as_bytes, changed_by
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
@@ -324,3 +324,22 @@ def test_plain_values_of_an_optimizer_come_back(tmp_path, monkeypatch):
     other, other_optimizer = make(4, Odd, seed=1)
     store(tmp_path, other, other_optimizer).resume()
     assert other_optimizer.state[other.a.weight]["memory"] == kept
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x[0, 0],
+        lambda x: x.diagonal(),
+        lambda x: x[::2, 0],
+        lambda x: x[:1, 0].expand(5),
+        lambda x: x.conj()[0],
+        lambda x: x.conj().imag[1],
+    ],
+    ids=["whole", "one", "diagonal", "strided", "expanded", "conjugate", "negated"],
+)
+def test_a_buffer_of_any_layout_is_compared(view):
+    buffer = view(torch.randn(4, 4, dtype=torch.complex64))
+    assert changed_by(lambda x: x.view_as(x), buffer) is False
+    assert changed_by(lambda x: x[..., :1].copy_(x[..., :1] + 1) if x.dim() else x.add_(1), buffer)

@@ -105,6 +105,16 @@ def test_hooks_of_stages_see_what_they_would_see_in_one_process(ranks):
             assert torch.equal(parameter.grad, wanted[name]), name
 
 
+def test_hooks_that_come_too_late_are_refused():
+    (first, before), (last, after) = parts(User(), 2)
+    x = torch.randn(5, 3).double()
+    sent = before.compute(0, None, lambda: first(x)).detach().requires_grad_()
+    name = after.names[after.runs[0][0]]
+    last.get_submodule(name).register_forward_pre_hook(lambda layer, args: None)
+    with pytest.raises(UserError, match=f"stage {name} has got hooks after the model was divided"):
+        after.compute(0, sent, lambda: last(x))
+
+
 def test_a_module_that_is_two_stages_is_refused():
     model = User()
     model.middle[3] = model.middle[1]

@@ -141,27 +141,47 @@ def test_a_second_optimizer_that_is_not_saved_is_told(tmp_path, caplog):
         loop.close()
 
 
-@pytest.mark.parametrize("registered", [False, True])
+class Wrapped:
+    """A user's object with a scheduler."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
+
+
+@pytest.mark.parametrize(
+    "registered",
+    [None, lambda scheduler: scheduler, Wrapped],
+    ids=["forgotten", "given", "wrapped"],
+)
 def test_a_scheduler_that_is_not_saved_is_told(tmp_path, caplog, registered):
     model, optimizer, loop = make(tmp_path)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     if registered:
-        loop.register("scheduler", scheduler)
+        loop.register("scheduler", registered(scheduler))
     with loop:
         train(model, optimizer, loop)
     told = "a learning-rate scheduler that loop.register was not given"
     assert (told in caplog.text) == (not registered)
 
 
+class Holder:
+    """A user's object with parameters, whose gradients the program averages."""
+
+    def __init__(self, module):
+        self.held = {"of": list(module.parameters())}
+        self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict
+
+
 def test_an_optimizer_of_parameters_that_nobody_averages_or_saves_is_refused(tmp_path):
     criterion = torch.nn.Linear(3, 3)
     line = r"register\('second', ...\) was given has 2 parameters that the loop's model lacks"
-    for refused in (True, False):
-        model, optimizer, loop = make(tmp_path)
+    for number, held in enumerate((None, criterion, Holder(criterion))):
+        model, optimizer, loop = make(tmp_path / str(number))
         loop.register("second", sgd(criterion.parameters()))
-        if not refused:
-            loop.register("criterion", criterion)
-        with loop, pytest.raises(UserError, match=line) if refused else nullcontext():
+        if held is not None:
+            loop.register("criterion", held)
+        with loop, nullcontext() if held else pytest.raises(UserError, match=line):
             train(model, optimizer, loop)
 
 
