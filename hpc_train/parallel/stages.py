@@ -23,7 +23,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from hpc_train.errors import UserError
 from hpc_train.models.gate import Gate
-from hpc_train.models.lora import has_hooks
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.received import depends_on_received, received
 from hpc_train.parallel.tensor import matching
@@ -57,7 +56,8 @@ class Cursor:
         activation: the input of the first of them; None if it is the model's first module.
         due: the module that the forward pass has to call next.
         again: whether modules are recomputed during the backward pass.
-        entered: whether the first module was given the activation before its hooks ran.
+        entered: whether the first module has got the activation. If the model calls its `forward`
+            directly, no hook has run.
         graded: whether the pass computes gradients.
     """
 
@@ -83,8 +83,6 @@ class Stages:
         self.names = list(names)
         self._model = model
         self._cursor: Cursor | None = None  # the pass under way, if any
-        # Modules with hooks, by position: they get the activation before their hooks run.
-        self._entering: set[int] = set()
         kept = {position for run in mine for position in run}
         for position, name in enumerate(names):
             if position not in kept:
@@ -92,10 +90,9 @@ class Stages:
             module = model.get_submodule(name)
             original = module.forward if position in kept else None
             module.forward = _Visit(self, position, original)
-            if original is not None and has_hooks(module):
-                self._entering.add(position)
-                enter = partial(self._enter, position)
-                module.register_forward_pre_hook(enter, prepend=True)
+            # It comes before all hooks of the program, which see what the stage is called with.
+            enter = partial(self._enter, position)
+            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
 
     def compute(
         self, virtual_stage: int, activation: Tensor | None, forward: Callable[[], Tensor]
@@ -158,13 +155,17 @@ class Stages:
         """The name of the module that the forward pass has to call next."""
         return [*self.names, "the end"][cursor.due]
 
-    def _enter(self, position: int, _: nn.Module, args: Any) -> Any:
-        """Give the activation to the first module of a run, before the module's own hooks."""
+    def _enter(self, position: int, _: nn.Module, args: Any, how: Any) -> Any:
+        """Give a run's first module its activation, and leave the forward pass after its last."""
         cursor = self._cursor
-        if cursor is None or position != cursor.run[0] or cursor.activation is None or not args:
+        if cursor is None:
             return None
-        cursor.entered = True
-        return (cursor.activation, *args[1:])
+        if position > cursor.run[-1]:
+            return self.visit(position, None, args, how)  # it raises _Leave
+        if position == cursor.run[0] and cursor.activation is not None and args:
+            cursor.entered = True
+            return (cursor.activation, *args[1:]), how
+        return None
 
     def visit(self, position: int, original: Callable[..., Any] | None, args: Any, how: Any) -> Any:
         """Handle the call of a stage module: compute it, skip it, or leave the forward pass."""
@@ -189,7 +190,6 @@ class Stages:
             return received(cursor.activation)
         if position == cursor.run[0] and cursor.activation is not None:
             if not cursor.entered:
-                self._check_late_hooks(position)
                 args = (cursor.activation, *args[1:])
             if not cursor.again:
                 self._check_own(cursor, f"stage {name}", (args, how))
@@ -211,18 +211,6 @@ class Stages:
                 f"{where} uses a result of stages before {before}, from another rank; only "
                 "the result of the stage directly before reaches a stage",
                 APART,
-            )
-
-    def _check_late_hooks(self, position: int) -> None:
-        """Refuse hooks on a module's input that came after the model was divided."""
-        name = self.names[position]
-        module = self._model.get_submodule(name)
-        late = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        if late and position not in self._entering:
-            raise UserError(
-                f"stage {name} has got hooks after the model was divided, which would not see what "
-                "the stage is called with",
-                "register them before you make the Trainer",
             )
 
     def _check_gradient(self, cursor: Cursor, activation: Tensor) -> None:
