@@ -240,7 +240,7 @@ def check_kinds(given: Any, name: str) -> None:
 
     Args:
         given: the dataclass.
-        name: what it is called in the message.
+        name: the name of the dataclass in the message.
 
     Raises:
         ConfigError: a field has another value.

@@ -5,6 +5,7 @@ store       what a run calls: save, poll, finish, resume
 policy      how checkpoints are saved, and which are kept
 state       the tensors of a model and its optimizer by name, and what else is saved
 content     all that is saved and restored; what of it a rank holds
+buffers     the same buffers on all replicas; a warning where they differed
 checks      whether it can be saved, is the same on all replicas, and is finite
 claim       one writer for a directory
 catalogue   names of files, which there are, and a list of them: without torch

@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Adam, AdamW, Optimizer, RMSprop
 
 from hpc_train.checkpoint import checks, restore, state
 from hpc_train.checkpoint.background import enough_memory
+from hpc_train.checkpoint.buffers import Buffers
 from hpc_train.checkpoint.checks import Batch, batches_to_check, parts_are_finite
 from hpc_train.checkpoint.fileformat import EXTENT_BYTES, LocalTensor
-from hpc_train.checkpoint.parts import Parts, changed_by
+from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives
@@ -183,13 +183,7 @@ class Content:
         has_extra = bool(state.modules_with_extra(trained.model))
         self._has_extra = bool(group.largest(int(has_extra), "whether modules keep more"))
         self._extra: dict[str, Any] = {}
-        self._statistics = {
-            f"{prefix}.{name}".removeprefix(".")
-            for prefix, module in trained.model.named_modules()
-            if isinstance(module, _NormBase)
-            for name in ("running_mean", "running_var", "num_batches_tracked")
-        }
-        self._warned = False
+        self.buffers = Buffers(trained.model, self.alike, group)
 
     @property
     def parts(self) -> Parts:
@@ -211,26 +205,7 @@ class Content:
     def unify(self) -> None:
         """Bring all replicas to one state: running statistics in their buffers differ."""
         self.more.unify()
-        self.unify_buffers()
-
-    def unify_buffers(self) -> None:
-        """Give all replicas rank 0's buffers. Rank 0 warns once of one that should not differ."""
-        compared = self.alike.group.size > 1 and not self._warned
-        found = ""
-        for name, buffer in self.trained.model.named_buffers():
-            if not compared or found or name in self._statistics:
-                self.alike.broadcast_(buffer)
-            elif changed_by(self.alike.broadcast_, buffer):
-                found = name
-        if compared and (names := [name for name in self.group.gathered(found) if name]):
-            self._warned = True
-            if self.group.rank == 0:
-                logger.warning(
-                    "the buffer %s differs between ranks, and all get rank 0's at a checkpoint or "
-                    "an evaluation, which changes the training: update it from means over the "
-                    "ranks (docs/how-to/parallel.md)",
-                    names[0],
-                )
+        self.buffers.unify()
 
     def look(self, *, copy_buffers: bool) -> None:
         """Bring `parts`, plans and values up to date. Call it after `unify`.

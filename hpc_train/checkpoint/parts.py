@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -270,18 +270,6 @@ class Parts:
             self._on_device(piece).copy_(torch.from_numpy(np.ascontiguousarray(rows)))
         else:
             self._rows(piece)[:] = rows
-
-
-def changed_by(change: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> bool:
-    """Change a tensor in place. Returns whether the first million elements have other bits."""
-
-    def some() -> torch.Tensor:  # it may be a view with strides, or stand for conjugate numbers
-        first = tensor.detach().flatten()[: 1 << 20].resolve_conj().resolve_neg()
-        return as_bytes(first.clone(memory_format=torch.contiguous_format))
-
-    before = some()
-    change(tensor)
-    return not torch.equal(before, some())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

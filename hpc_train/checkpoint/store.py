@@ -354,7 +354,7 @@ class Checkpoints:
 
     def unify_buffers(self) -> None:
         """Give all replicas the buffers of rank 0. Collective."""
-        self._content.unify_buffers()
+        self._content.buffers.unify()
 
     def unify(self) -> None:
         """Bring all replicas to one state: running statistics in their buffers differ."""

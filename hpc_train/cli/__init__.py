@@ -123,7 +123,7 @@ def parser() -> Parser:
     made = Parser(
         prog="hpc-train",
         description="Train PyTorch models on HPC clusters over MPI and Horovod.",
-        epilog=f"{EXIT_CODES}. documentation: {documentation() or 'it is not installed here'}",
+        epilog=f"{EXIT_CODES}. documentation: {documentation() or 'not installed here'}",
     )
     made.lists = "verbs"
     made.add_argument("--version", action="version", version=f"hpc-train {__version__}")
@@ -143,8 +143,10 @@ def documentation() -> Path | None:
     """The folder of the pages that messages name as docs/...; None if it is not here."""
     import sysconfig
 
-    checkout, installed = Path(__file__).parents[2], Path(sysconfig.get_path("data"))
-    folders = checkout / "docs", installed / "share/doc/hpc_train/docs"
+    schemes = sysconfig.get_default_scheme(), "posix_user"  # the second is that of `pip --user`
+    roots = (Path(sysconfig.get_path("data", scheme)) for scheme in schemes)
+    checkout = Path(__file__).parents[2] / "docs"
+    folders = [checkout, *(root / "share/doc/hpc_train/docs" for root in roots)]
     return next((folder for folder in folders if (folder / "how-to").is_dir()), None)
 
 

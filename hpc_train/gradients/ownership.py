@@ -86,7 +86,7 @@ def _refuse(*_: Any) -> None:
 
 
 def refuse_closed(*_: Any, **__: Any) -> Any:
-    """In place of a closed averager's methods, which would give each rank a result of its own.
+    """Takes the place of a closed averager's methods, which would give each rank its own result.
 
     Raises:
         UserError: always.

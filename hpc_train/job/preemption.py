@@ -118,7 +118,7 @@ class StopRequests:
     """
 
     interrupted: ClassVar[bool] = False
-    """Whether SIGTERM comes from this process itself, which has met Ctrl-C."""
+    """Whether this process has sent SIGTERM to itself because of Ctrl-C."""
 
     def __init__(
         self, time_limit: float | None = None, end: float | None = None, file: Path | None = None

@@ -122,7 +122,7 @@ def _newest_checkpoint(latest: Path) -> str:
 
 
 def _costs(run: Path) -> list[str]:
-    """What the run has cost, or all tasks of a sweep, with the scheduler's energy if no other."""
+    """What the run or all tasks of a sweep have cost. Unread energy is asked of the scheduler."""
     spent = sum(map(costs_in, (run, *run.glob("task-*"))), SpentCosts())
     if not spent.node_hours:
         return []

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hpc_train.models.deferred import Recipe, StridedPlace, is_unfilled, recipes_of, untouched
+from hpc_train.models.hooks import has_hooks
 from hpc_train.models.initial import LORA_A, LORA_B, InitialValues, made_at_once
 from hpc_train.models.linear import Linear, linear
 
@@ -165,15 +166,4 @@ def is_plain_linear(layer: nn.Linear) -> bool:
         and "weight" in layer._parameters
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
         and not has_hooks(layer)
-    )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module or one of its own parameters has hooks, which a replacement would lose."""
-    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    of_parameters = "_backward_hooks", "_post_accumulate_grad_hooks"
-    return any(getattr(module, kind) for kind in kinds) or any(
-        getattr(parameter, kind)
-        for parameter in module.parameters(recurse=False)
-        for kind in of_parameters
     )

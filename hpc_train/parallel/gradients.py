@@ -14,7 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.gradients.norms import total_norm
 
-COMPARED = 4096  # elements of each gradient
+SAMPLED = 4096  # elements of each gradient
 ALIKE = 0.05  # relative difference of gradients that is no rounding, in 32 bits or more
 TINY = 1e-3  # part of the norm of all gradients below which one may be nothing but rounding
 SMALL = 1 << 18  # bytes; copying a gradient up to this size costs less than a call of its own
@@ -71,7 +71,7 @@ class LayoutGradients:
         if self.tensor.group.size == 1:
             return
         samples = {
-            parameter: part.detach().flatten()[:: -(-part.numel() // COMPARED) or 1].double()
+            parameter: part.detach().flatten()[:: -(-part.numel() // SAMPLED) or 1].double()
             for parameter, part in averager.parts()
             if parameter in self._alike
         }

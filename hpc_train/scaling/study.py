@@ -134,7 +134,7 @@ class ScaleStudy:
         """Write down what all runs have in common, or check that an earlier study had the same.
 
         The numbers of nodes, the repeats and the warm-up may differ from those of an earlier call.
-        An earlier study of which no run has begun is replaced.
+        An earlier study is replaced if none of its runs has begun.
 
         Raises:
             UserError: the folder has another study, or cannot be written.

@@ -142,7 +142,8 @@ class Registered(ExtraState):
         scheduler that is not.
 
         Raises:
-            UserError: an optimizer has parameters that are in no module that is saved.
+            UserError: an optimizer has parameters that neither the loop's model nor a registered
+                object has.
         """
         others = {n: thing for n, thing in self.things.items() if isinstance(thing, Optimizer)}
         saved = [self.model, *self.modules]
@@ -167,8 +168,8 @@ class Registered(ExtraState):
         steered = getattr(self.optimizer.step, "_wrapped_by_lr_sched", False)
         if steered and not any(map(self._steers, self.things.values())):
             logger.warning(
-                "the optimizer has a learning-rate scheduler that loop.register was not given: it "
-                "is not saved, and neither is the learning rate"
+                "the optimizer has a learning-rate scheduler that is not registered, so neither it "
+                "nor the learning rate is saved: give it to loop.register"
             )
 
     def _tell_of_lost_optimizers(self, others: Iterable[Optimizer]) -> None:

@@ -161,7 +161,7 @@ def test_a_scheduler_that_is_not_saved_is_told(tmp_path, caplog, registered):
         loop.register("scheduler", registered(scheduler))
     with loop:
         train(model, optimizer, loop)
-    told = "a learning-rate scheduler that loop.register was not given"
+    told = "a learning-rate scheduler that is not registered"
     assert (told in caplog.text) == (not registered)
 
 
