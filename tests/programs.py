@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from hpc_train.mpi import environment
 from hpc_train.warm import stand_in
 from hpc_train.warm.key import LINGER, LOAD
 from hpc_train.warm.key import WARM as NAME
+from tests.waiting import PATIENCE, wait_until
 
 # Ranks are forked from one process for all tests, which imports the libraries but not the package;
 # HPC_TRAIN_WARM=off starts each one cold.
@@ -93,7 +93,7 @@ def python(*program: str, warm: bool = True) -> list[str]:
 
 def run(
     *words: str,
-    timeout: float = 180,
+    timeout: float = PATIENCE,
     environ: dict[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
@@ -185,9 +185,6 @@ def wait_for_end(directory: Path, seconds: float) -> None:
     """Wait for the processes of a folder: a launcher may be dead before its ranks are.
 
     Raises:
-        AssertionError: they are still there after so many seconds.
+        TimeoutError: they are still there after so many seconds.
     """
-    limit = time.monotonic() + seconds
-    while left := processes_of(directory):
-        assert time.monotonic() < limit, left
-        time.sleep(0.05)
+    wait_until(lambda: not processes_of(directory), seconds)

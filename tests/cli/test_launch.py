@@ -15,6 +15,7 @@ import pytest
 from hpc_train.launch.launchers import cores_here
 from tests.conftest import small_program
 from tests.programs import ENVIRON, LAUNCHED, hpc_train, only_line, ranks_of, run
+from tests.waiting import PATIENCE
 
 OPTIONS = ("--run.steps", "80", "--checkpoint.every", "20", "--gradients.engine", "mpi")
 
@@ -89,7 +90,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on_bit_for_bit(program, undistu
         text = read_until(process, "restart 1 of 2")
         assert "rank 1 (" in text
         assert "was ended by SIGKILL" in text
-        rest = process.communicate(timeout=120)[0]
+        rest = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, rest
     assert program.losses("run") == undisturbed
     events = journal(program)
@@ -111,7 +112,7 @@ def test_a_killed_launcher_takes_its_ranks_with_it_and_the_job_goes_on(program):
         read_until(process, "restart 1 of 1")
         psutil.wait_procs(old, 10)
         assert not [rank for rank in old if rank.is_running() and rank.status() != "zombie"]
-        text = process.communicate(timeout=120)[0]
+        text = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, text
 
 
@@ -123,7 +124,7 @@ def test_told_to_stop_it_saves_and_ends_with_75(program, number):
     with launched("-np", "2", "--max_restarts", "9", "--", *training(program, *endless)) as process:
         read_until(process, "step 10 ")
         process.send_signal(number)
-        text = process.communicate(timeout=60)[0]
+        text = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 75, text
     assert "checkpoint written" in text
     assert len(journal(program)) == 2, "it was not started again"
@@ -293,7 +294,7 @@ def test_no_rank_outlives_the_launch(program, number):
         read_until(process, "step 10 ")
         ranks = ranks_of(process)
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
         _, left = psutil.wait_procs(ranks, 20)
     assert process.returncode == (75 if number == signal.SIGHUP else -9)
     assert not [rank for rank in left if rank.status() != "zombie"]
@@ -304,7 +305,7 @@ def test_nohup_outlives_the_terminal(program):
     with launched("-np", "2", "--", *words, on_hangup=signal.SIG_IGN) as job:
         read_until(job, "step 10 ")
         job.send_signal(signal.SIGHUP)
-        text = job.communicate(timeout=120)[0]
+        text = job.communicate(timeout=PATIENCE)[0]
     assert job.returncode == 0, text
 
 
@@ -315,7 +316,7 @@ def test_a_signal_that_comes_before_the_ranks_listen_stops_it_too(program):
         with launched(*words) as process:
             time.sleep(seconds)
             process.send_signal(signal.SIGUSR1)
-            text = process.communicate(timeout=60)[0]
+            text = process.communicate(timeout=PATIENCE)[0]
         assert process.returncode == 75, text
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sysconfig
-import time
 from pathlib import Path
 
 import psutil
@@ -21,6 +20,7 @@ from hpc_train.data.prepare.request import text_request
 from hpc_train.data.prepare.work import prepare_text
 from hpc_train.errors import DataError
 from tests.programs import COLD, ENVIRON, command, hpc_train, only_line, run, wait_for_end
+from tests.waiting import wait_until
 
 HOW = {"shard_mb": 0.01, "validation": 0.1}
 WORDS = ("--shard_mb", "0.01", "--validation", "0.1")
@@ -53,18 +53,13 @@ def test_a_full_disk_of_one_rank_ends_all_and_the_next_start_continues(
 ):
     bad, real, written = group.size - 1, prepare.write_shard, []
 
-    def until(found) -> None:
-        limit = time.monotonic() + 60
-        while not found() and time.monotonic() < limit:
-            time.sleep(0.01)
-
     def write_shard(path, *arguments):
         attempt = path.parent.parent
         if group.rank == bad:
-            until(lambda: list(attempt.parent.glob("*-*.json")))
+            wait_until(lambda: list(attempt.parent.glob("*-*.json")))
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if written:
-            until((attempt / FAILED_FILE).exists)
+            wait_until((attempt / FAILED_FILE).exists)
         written.append(path)
         return real(path, *arguments)
 
@@ -116,9 +111,7 @@ def test_a_killed_preparation_continues(tmp_path, launcher):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    limit = time.monotonic() + 60
-    while not list(tmp_path.glob(".out.partial/*/train-*5.json")) and time.monotonic() < limit:
-        time.sleep(0.002)
+    wait_until(lambda: list(tmp_path.glob(".out.partial/*/train-*5.json")), pause=0.002)
     for process in [*psutil.Process(started.pid).children(recursive=True), started]:
         process.send_signal(signal.SIGKILL)
     started.wait()

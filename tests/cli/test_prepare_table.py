@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 
 import psutil
 import pytest
@@ -16,6 +15,7 @@ from hpc_train.data.tables.table_manifest import read_table_manifest
 from hpc_train.data.tables.table_request import TableOptions
 from tests.data.prepared import made_table, prepared, request_of, write_csv, write_parts
 from tests.programs import COLD, ENVIRON, command, hpc_train, only_line, run, wait_for_end
+from tests.waiting import wait_until
 
 SMALL = TableOptions(shard_mb=0.01)
 
@@ -51,10 +51,8 @@ def test_a_killed_preparation_continues(tmp_path):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    limit = time.monotonic() + 60
     wanted = ".out.partial/*/statistics/statistics-*5.json"
-    while not list(tmp_path.glob(wanted)) and time.monotonic() < limit:
-        time.sleep(0.002)
+    wait_until(lambda: list(tmp_path.glob(wanted)), pause=0.002)
     for process in [*psutil.Process(started.pid).children(recursive=True), started]:
         process.send_signal(signal.SIGKILL)
     started.wait()

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch import profile_request
 from hpc_train.launch.profile_request import ProfileRequest, read_profile_request
 from tests.programs import ENVIRON, hpc_train, only_line, run, wait_for_end
+from tests.waiting import PATIENCE, wait_until
 
 ENDLESS = ("--run.steps", "1000000", "--checkpoint.every", "1000000", "--run.preflight", "false")
 
@@ -27,14 +27,16 @@ def running(program):
     with subprocess.Popen(
         command, env=ENVIRON, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
-        limit = time.monotonic() + 60
-        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-            assert time.monotonic() < limit
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until(
+            lambda: (
+                process.poll() is not None
+                or (metrics.exists() and metrics.read_text().count("\n") > 2)
+            )
+        )
+        assert process.poll() is None
         yield program.root / "run"
         (program.root / "run/STOP").touch()
-        process.wait(60)
+        process.wait(PATIENCE)
     wait_for_end(program.root / "run", 20)
 
 
@@ -110,5 +112,5 @@ def test_a_request_that_is_removed_without_an_answer_is_told(tmp_path, monkeypat
     assert read_profile_request(run)["claim"] == "000001"
     (run / "profile/request.json").write_text(former)
     with pytest.raises(UserError, match="the request was removed, and the job of"):
-        asked.wait(60)
+        asked.wait(PATIENCE)
     assert read_profile_request(run)["request"] == "it", "another's request stays"

@@ -12,6 +12,7 @@ from hpc_train.cli import main
 from tests.cli.desk import Desk
 from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line
 from tests.scaling.studies import write_run
+from tests.waiting import PATIENCE
 
 CONFIG = "run: {dir: runs/my, steps: 100}\ndata: {batch: 16}\n"
 
@@ -117,7 +118,7 @@ def test_a_run_that_fails_is_named_with_its_cause_and_the_page_is_made_of_the_ot
         assert process.poll() is None
     with (failing / "jobs.jsonl").open("a") as file:
         file.write((failing / "ended").read_text())
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, errors
     assert "nodes-4-run-1 has failed: data.path is not given: give it" in errors
     assert "run on 1 and 2 nodes" in out
@@ -136,7 +137,7 @@ def test_ctrl_c_leaves_the_jobs_and_the_same_command_continues(desk):
     while "nodes-2-run-1 is submitted" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75
     assert "the same command continues" in errors
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
 import venv
 from pathlib import Path
 
 import pytest
 
 from tests.programs import command, hpc_train, only_line, run
+from tests.waiting import wait_until
 
 WHERE = "import sys, tool; print(sys.prefix); print(tool.__file__)"
 
@@ -63,9 +63,7 @@ def test_a_jobs_ranks_run_the_copy_which_is_removed_at_its_end(tmp_path, environ
     done = run(*submit, cwd=tmp_path, environ={"DISK": str(tmp_path / "disk")})
     assert done.returncode == 0, done.stderr
     output = tmp_path / "run/run.out"
-    end = time.monotonic() + 60
-    while "removed from" not in output.read_text() and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_until(lambda: "removed from" in output.read_text())
     copy = f"{tmp_path}/disk/hpc_train-"
     lines = output.read_text().splitlines()
     assert any(line.startswith(copy) and line.endswith("/environment") for line in lines)

@@ -17,6 +17,7 @@ import pytest
 from hpc_train.checkpoint.claim import NOWHERE, Owner, ProcessPlace, take_claim
 from tests.cli.desk import QSTAT, Desk
 from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line, run
+from tests.waiting import PATIENCE
 
 ENDED = {"event": "ended", "job": "1", "code": 75, "next": "", "why": "the job was cancelled"}
 
@@ -161,7 +162,7 @@ def test_followed_logs_of_a_run_that_has_ended_end_without_a_scheduler(tmp_path)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rank-000.log").write_text("done\n")
     take_claim(tmp_path, Owner.here(NOWHERE, 0.0)).release()
-    done = run(*hpc_train("logs", "--follow", str(tmp_path)), timeout=20)
+    done = run(*hpc_train("logs", "--follow", str(tmp_path)))
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
@@ -186,7 +187,7 @@ def test_followed_logs_go_on_with_the_next_job_and_end_with_the_last(desk):
         (run / "my-2.out").write_text("second\n")
         assert following.stdout.readline() == "second\n"
         desk.command("squeue", "exit 0")
-        assert following.communicate(timeout=30)[0] == ""
+        assert following.communicate(timeout=PATIENCE)[0] == ""
     finally:
         following.kill()
         following.stdout.close()
@@ -288,7 +289,7 @@ def watched(desk, encoding):
             while shown.count(b"left: 97") < 2:
                 shown += os.read(ours, 1 << 16)
             watching.send_signal(signal.SIGINT)
-            assert watching.wait(30) == 0
+            assert watching.wait(PATIENCE) == 0
         finally:
             watching.kill()
             os.close(ours)

@@ -15,6 +15,7 @@ import yaml
 from hpc_train.launch.sites import filled, load_site
 from tests.cli.desk import QSTAT, Desk
 from tests.programs import ENVIRON, hpc_train, only_line, run
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -661,7 +662,7 @@ def test_of_two_submissions_at_once_one_is_refused(desk):
         subprocess.Popen(words, cwd=desk.folder, env=environ, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    told = [process.communicate(timeout=60)[1] for process in started]
+    told = [process.communicate(timeout=PATIENCE)[1] for process in started]
     assert sorted(process.returncode for process in started) == [0, 2], told
     assert len(desk.calls("sbatch")) == 1
 

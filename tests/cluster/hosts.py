@@ -25,6 +25,7 @@ from typing import Literal
 import psutil
 
 from tests.programs import ENVIRON, run
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mpirun")  # iproute2, util-linux, Open MPI
@@ -106,7 +107,7 @@ class Cluster:
         command: Sequence[str],
         ranks: int,
         by: Literal["slot", "node"] = "slot",
-        timeout: float = 180,
+        timeout: float = PATIENCE,
         environ: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command's ranks over all hosts, by mpirun on the first one; output is text.
@@ -131,7 +132,7 @@ class Cluster:
         self,
         host: str,
         command: Sequence[str],
-        timeout: float = 180,
+        timeout: float = PATIENCE,
         environ: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on one host; arguments, result and errors as in `run`."""

@@ -33,9 +33,10 @@ import psutil
 
 from hpc_train.warm.key import LOAD
 from tests.cluster.hosts import hosts
-from tests.cluster.slurm import Slurm, slurm, wait_until
+from tests.cluster.slurm import Slurm, slurm
 from tests.conftest import small_program, small_text
 from tests.programs import ENVIRON, Program, hpc_train
+from tests.waiting import wait_until
 
 SECONDS = 180.0  # in which a job has to be training again
 AWAY = 30.0  # seconds that a host is away

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import psutil
 from tests.cluster import hosts
 from tests.cluster.hosts import ON_HOSTS, ROOT, Cluster, write_script
 from tests.programs import ENVIRON
+from tests.waiting import PATIENCE, wait_until
 
 HEAD = "head"
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -122,7 +122,7 @@ class Slurm:
         """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, TIMEOUT, CANCELLED, NODE_FAIL, ..."""
         return self.job(job)["JobState"]
 
-    def wait(self, job: int, timeout: float = 60) -> str:
+    def wait(self, job: int, timeout: float = PATIENCE) -> str:
         """Wait until a job has left the queue; returns its state.
 
         Raises:
@@ -168,19 +168,6 @@ class Slurm:
         self.start_slurmd(host)
 
 
-def wait_until(holds: Callable[[], bool], timeout: float) -> None:
-    """Wait until something holds.
-
-    Raises:
-        TimeoutError: it does not after so many seconds.
-    """
-    limit = time.monotonic() + timeout
-    while not holds():
-        if time.monotonic() > limit:
-            raise TimeoutError(f"not after {timeout} seconds")
-        time.sleep(0.1)
-
-
 @contextmanager
 def slurm(cluster: Cluster, pbs: bool = False) -> Iterator[Slurm]:
     """Bring a SLURM up over all hosts; at the end, kill all that was started on them since.
@@ -202,7 +189,7 @@ def slurm(cluster: Cluster, pbs: bool = False) -> Iterator[Slurm]:
             _output(up.run(daemon))
         for host in cluster.names:
             up.start_slurmd(host)
-        wait_until(lambda: set(up.nodes().values()) == {"idle"}, 30)
+        wait_until(lambda: set(up.nodes().values()) == {"idle"})
         yield up
     finally:
         cluster.kill_all_but(before)

@@ -15,8 +15,9 @@ import pytest
 from hpc_train.launch.batch import text
 from hpc_train.launch.resources import Resources
 from tests.cluster.hosts import hosts
-from tests.cluster.slurm import CONFIGURATION, Slurm, slurm, wait_until, why_not
+from tests.cluster.slurm import CONFIGURATION, Slurm, slurm, why_not
 from tests.launch.job_shell import PLAIN, SAVES
+from tests.waiting import wait_until
 
 PREEMPTION = """PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -75,7 +76,7 @@ class Job(NamedTuple):
     def cancel(self) -> None:
         """Leave nothing for the next test."""
         self.up.run(["scancel", "--name", self.run_dir.name])
-        wait_until(lambda: not self.queued, 30)
+        wait_until(lambda: not self.queued)
 
 
 def submitted(up: Slurm, run_dir: Path, mode: str, *options: str, seconds: float = 1) -> Job:
@@ -94,7 +95,7 @@ def submitted(up: Slurm, run_dir: Path, mode: str, *options: str, seconds: float
     )
     script.write_text(text(batch))
     job = Job(up, run_dir, up.submit(script, *options))
-    wait_until(lambda: job.started(1), 30)
+    wait_until(lambda: job.started(1))
     return job
 
 
@@ -120,7 +121,7 @@ def test_a_cancelled_job_does_not_come_back(up, tmp_path):
 
 def test_a_requeued_job_is_one_job(up, tmp_path):
     for job in in_each_mode(up, tmp_path, "scontrol", "requeue").values():
-        wait_until(lambda job=job: job.started(2), 30)
+        wait_until(lambda job=job: job.started(2))
         assert job.queued == [f"{job.number} RUNNING None"]
         assert up.job(job.number)["Restarts"] == "1"
         assert job.records[-1]["why"] == "SLURM has queued the job again"
@@ -130,7 +131,7 @@ def test_a_requeued_job_is_one_job(up, tmp_path):
 def test_usr1_queues_a_job_again_once(up, tmp_path):
     jobs = in_each_mode(up, tmp_path, "scancel", "--batch", "--signal=USR1")
     for mode, job in jobs.items():
-        wait_until(lambda job=job: job.started(2), 30)
+        wait_until(lambda job=job: job.started(2))
         assert len(job.queued) == 1
         assert job.records[0]["next"] == job.queued[0].split()[0]
         assert up.state(job.number) == {"requeue": "RUNNING", "submit": "COMPLETED"}[mode]
@@ -145,7 +146,7 @@ def test_a_preempted_job_comes_back_once(up, tmp_path, partition):
     other.write_text("#!/bin/bash\nsleep 1\n")
     number = up.submit(other, "--partition=high", "--nodes=3", "--exclusive")
     assert up.wait(number) == "COMPLETED"
-    wait_until(lambda: job.started(2), 40)
+    wait_until(lambda: job.started(2))
     assert job.queued == [f"{job.number} RUNNING None"]
     assert up.job(job.number)["Restarts"] == "1"
     job.cancel()
@@ -156,7 +157,7 @@ def test_a_preempted_job_comes_back_once(up, tmp_path, partition):
 def test_sigterm_at_the_time_limit_queues_a_job_again_once(up, tmp_path, mode):
     job = submitted(up, tmp_path / f"limited-{mode}", mode)
     up.end_in(job.number, 2)
-    wait_until(lambda: job.started(2), 60)
+    wait_until(lambda: job.started(2))
     assert len(job.queued) == 1
     job.cancel()
 
@@ -167,12 +168,12 @@ def test_a_job_that_loses_a_node_comes_back_once(up, tmp_path):
     job = submitted(up, tmp_path / "lost", "submit", "--nodes=2")
     up.power_off("node2")
     try:
-        wait_until(lambda: job.started(2), 60)
+        wait_until(lambda: job.started(2))
         assert job.queued == [f"{job.number} RUNNING None"]
     finally:
         up.boot("node2")
     job.cancel()
-    wait_until(lambda: up.nodes()["node2"] == "idle", 30)
+    wait_until(lambda: up.nodes()["node2"] == "idle")
 
 
 EVENTS = {
@@ -192,7 +193,6 @@ def expected(events: list[str]) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_after_any_mixture_of_events_there_is_one_job_or_none(up, tmp_path):
     wrong = []
     for begin in range(0, 20, 5):  # as many as there are slots for

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import hosts, write_script
-from tests.cluster.slurm import Slurm, slurm, wait_until, why_not
+from tests.cluster.slurm import Slurm, slurm, why_not
 from tests.conftest import small_program
 from tests.programs import ENVIRON, LAUNCHED, Program, hpc_train, run
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,10 +59,10 @@ def uninterrupted(up: Slurm, program: Program, *options: str) -> int:
 def test_cancel_ends_a_job_for_good(up, program):
     job = submit(up, program, "endless", "--run.steps", "1000000", "--checkpoint.every", "0")
     metrics = program.root / "endless/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 90)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
     done = up.run(hpc_train("cancel", str(program.root / "endless")))
     assert done.returncode == 0, done.stderr
-    assert up.wait(job, 60) == "FAILED"  # by its exit code, 75
+    assert up.wait(job) == "FAILED"  # by its exit code, 75
     assert up.job(job)["Restarts"] == "0"
     assert "checkpoint written" in output(program, "endless")
     again = submit_fails(up, program)
@@ -72,7 +73,7 @@ def test_a_run_has_one_job_which_cancel_now_ends(up, program):
     endless = ["--run.steps", "1000000", "--checkpoint.every", "0"]
     folder = str(program.root / "one")
     job = submit(up, program, "one", *endless)
-    wait_until(lambda: "RUNNING" in up.run(hpc_train("status", folder)).stdout, 60)
+    wait_until(lambda: "RUNNING" in up.run(hpc_train("status", folder)).stdout)
     again = hpc_train("submit", str(program.config), "--run.dir", folder, *endless)
     done = up.run(again, cwd=program.root)
     assert done.returncode == 2
@@ -81,13 +82,13 @@ def test_a_run_has_one_job_which_cancel_now_ends(up, program):
     assert done.returncode == 0, done.stderr
     assert f"ended or removed from the queue: {job}" in done.stdout
     told = "no job in the queue"
-    wait_until(lambda: told in up.run(hpc_train("status", folder)).stdout, 90)
+    wait_until(lambda: told in up.run(hpc_train("status", folder)).stdout)
     (program.root / "one/STOP").unlink()
     done = up.run([*again, "--nodes", "1"], cwd=program.root)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > job
     assert up.run(hpc_train("cancel", "--now", folder)).returncode == 0
-    wait_until(lambda: told in up.run(hpc_train("status", folder)).stdout, 90)
+    wait_until(lambda: told in up.run(hpc_train("status", folder)).stdout)
 
 
 def submit_fails(up: Slurm, program: Program) -> str:
@@ -107,7 +108,6 @@ ENDS = {
 
 
 @pytest.mark.slow("jobs over four hosts, one after the other")
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("end", ["told", pytest.param("limit", marks=pytest.mark.long)])
 def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program, end):
     options = ["--checkpoint.every", "0", "--optimizer.schedule", "constant"]
@@ -115,12 +115,12 @@ def test_a_chain_of_jobs_of_a_minute_ends_as_one_run(up, program, end):
     chain = ["--time", "00:01:00", "--setup", ENDS[end], *options, "--run.steps", "1000000"]
     job = submit(up, program, "chain", *chain)
     stopped = "stopped by time_limit (the end of the job)"
-    wait_until(lambda: stopped in output(program, "chain"), 100)
+    wait_until(lambda: stopped in output(program, "chain"))
     before = len(program.losses("chain"))
-    wait_until(lambda: len(program.losses("chain")) > before + 20, 100)
+    wait_until(lambda: len(program.losses("chain")) > before + 20)
     done = up.run(hpc_train("cancel", str(program.root / "chain")))
     assert done.returncode == 0, done.stderr
-    assert up.wait(job, 60) == "FAILED", "by its exit code, 75"
+    assert up.wait(job) == "FAILED", "by its exit code, 75"
     assert up.job(job)["Restarts"] == "1"
     assert output(program, "chain").count(stopped) == 1
     steps = len(program.losses("chain"))
@@ -138,11 +138,11 @@ def test_a_job_goes_on_without_a_host_that_dies(up, program):
     assert uninterrupted(up, program, *options) == 0
     job = submit(up, program, "dying", *options)
     metrics = program.root / "dying/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 21, 120)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 21)
     begin = time.monotonic()
     up.power_off("node3")
     try:
-        assert up.wait(job, 200) == "COMPLETED", output(program, "dying")
+        assert up.wait(job) == "COMPLETED", output(program, "dying")
     finally:
         up.boot("node3")
     print(f"finished {time.monotonic() - begin:.0f} s after the host's end")
@@ -160,20 +160,20 @@ def test_a_job_is_requeued_when_its_script_dies_after_an_earlier_watch_died(up, 
     endless = ["--run.steps", "1000000", "--checkpoint.every", "10"]
     job = submit(up, program, "watched", *endless, HPC_TRAIN_SILENCE="6")
     metrics = program.root / "watched/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 90)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
     up.power_off("node4")  # the last one watches
-    wait_until(lambda: up.nodes()["node4"].startswith("down"), 60)
+    wait_until(lambda: up.nodes()["node4"].startswith("down"))
     up.boot("node4")
     time.sleep(10)  # the script waits 5 before it starts another watch
     up.power_off("node1")
     try:
-        wait_until(lambda: up.job(job)["Restarts"] == "1", 60)
+        wait_until(lambda: up.job(job)["Restarts"] == "1")
     finally:
         up.boot("node1")
-    wait_until(lambda: output(program, "watched").count("resumed from") >= 2, 90)
+    wait_until(lambda: output(program, "watched").count("resumed from") >= 2)
     done = up.run(hpc_train("cancel", str(program.root / "watched")))
     assert done.returncode == 0, done.stderr
-    assert up.wait(job, 60) == "FAILED", "by its exit code, 75"
+    assert up.wait(job) == "FAILED", "by its exit code, 75"
 
 
 @pytest.fixture(scope="module")
@@ -205,11 +205,11 @@ def test_a_pbs_job_submits_itself_again_until_it_is_done(pbs, program, scheduler
 
     done = pbs.run(["qsub", str(script)], cwd=program.root, environ=LAUNCHED)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: "stopped by time_limit (the end of the job)" in printed(), 100)
+    wait_until(lambda: "stopped by time_limit (the end of the job)" in printed())
     last = len(program.losses("run")) + 20
     steps.write_text(str(last))
-    wait_until(lambda: len(program.losses("run")) == last, 120)
-    wait_until(lambda: not pbs.run(["squeue", "--noheader"]).stdout, 60)
+    wait_until(lambda: len(program.losses("run")) == last)
+    wait_until(lambda: not pbs.run(["squeue", "--noheader"]).stdout)
     assert "start 0, on 2 nodes" in printed()
     assert "start 1, on 2 nodes" in printed()
     assert len(program.losses("run")) == last, "each step once"
@@ -252,7 +252,6 @@ def line(launcher: str, per_host: int) -> list[str]:
 
 
 @pytest.mark.slow("up to 32 ranks")
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("per_host", [2, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "launcher",
@@ -265,7 +264,7 @@ def test_four_hosts_by_every_launcher(wide, program, launcher, per_host):
     train = program.command("run", *options, "--gradients.engine", engine)
     environ = {"PATH": f"{wide.cluster.folder}:{ENVIRON['PATH']}"}
     host = "head" if launcher == "srun" else "node1"
-    done = wide.run([*line(launcher, per_host), *train], host, timeout=380, environ=environ)
+    done = wide.run([*line(launcher, per_host), *train], host, environ=environ)
     assert done.returncode == 0, done.stderr
     assert f"preflight of {ranks} ranks on 4 hosts" in done.stdout
     alone = program.train("alone", *options)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import hosts, why_not
-from tests.cluster.slurm import wait_until
 from tests.conftest import small_program
 from tests.programs import LAUNCHED, hpc_train
+from tests.waiting import wait_until
 
 HOSTS = "node1:2,node2:2,node3:2"
 
@@ -42,7 +42,7 @@ def test_a_spare_host_takes_the_place_of_one_that_dies(tmp_path: Path, text_data
             target=lambda: done.append(cluster.on("node1", words, environ=agent))
         )
         thread.start()
-        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 21, 60)
+        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 21)
         cluster.power_off("node2")
         thread.join(150)
     assert done, "the job hangs"

@@ -43,7 +43,7 @@ def test_a_study_goes_from_the_command_to_the_page(
     counts = nodes.split(",")
     pbs = scheduler != "slurm"
     with hosts(len(counts) if nodes == "1,2" else 4, 1) as cluster, slurm(cluster, pbs) as up:
-        done = up.run(hpc_train(*words), cwd=tmp_path, timeout=170)
+        done = up.run(hpc_train(*words), cwd=tmp_path)
         again = up.run(hpc_train(*words), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is submitted as job") == len(counts)

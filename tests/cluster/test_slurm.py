@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from tests.cluster.hosts import ROOT, hosts
-from tests.cluster.slurm import Slurm, slurm, wait_until, why_not
+from tests.cluster.slurm import Slurm, slurm, why_not
 from tests.programs import run
+from tests.waiting import wait_until
 
 HOSTS = ["node1", "node2", "node3", "node4"]
 
@@ -43,7 +44,7 @@ def other():
 def limited(other: Slurm, tmp_path_factory) -> int:
     """The other cluster's first job, which is over its time soon; SLURM takes its time to look."""
     job = other.submit(script(tmp_path_factory.mktemp("limited"), "sleep 1000", "--time=1"))
-    wait_until(lambda: other.state(job) == "RUNNING", 30)
+    wait_until(lambda: other.state(job) == "RUNNING")
     other.end_in(job, 2)
     return job
 
@@ -132,7 +133,7 @@ def hang(up: Slurm, folder: Path, nodes: int) -> int:
     """A job that hangs on so many hosts until it is requeued."""
     before = up.cluster.processes()
     job = up.submit(script(folder, HANG, f"--nodes={nodes} --ntasks-per-node=2"))
-    wait_until(lambda: sleeping(up, before) == 2 * nodes, 30)
+    wait_until(lambda: sleeping(up, before) == 2 * nodes)
     return job
 
 

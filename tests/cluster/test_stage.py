@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import hosts, why_not
-from tests.cluster.slurm import wait_until
 from tests.programs import hpc_train, only_line
+from tests.waiting import wait_until
 
 FILES, KB = 40, 100
 TOTAL = FILES * KB * 1000
@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_leaves_nothing_that_counts(cluster, source, signa
     done = []
     thread = threading.Thread(target=lambda: done.append(cluster.run(copying(source), 4, "node")))
     thread.start()
-    wait_until(lambda: left(cluster, "data") == cluster.names, 60)
+    wait_until(lambda: left(cluster, "data") == cluster.names)
     cluster.on("node3", ["sh", "-c", KILL.format(signal)])
     thread.join(60)
     assert done, "the ranks hang"

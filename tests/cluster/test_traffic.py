@@ -163,7 +163,7 @@ def measured(request, cluster, runs):
     tests = [test for test in request.session.items if "measured" in test.fixturenames]
     layouts = dict.fromkeys(test.callspec.params["layout"] for test in tests)
     program = python("-m", "tests.cluster.traffic", str(runs), *layouts)
-    done = cluster.run(program, RANKS, "node", environ=RING, timeout=280)
+    done = cluster.run(program, RANKS, "node", environ=RING)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout)
 

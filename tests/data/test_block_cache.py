@@ -26,6 +26,7 @@ from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.write import write_shard
 from hpc_train.errors import ConfigError, DataError
+from tests.waiting import wait_until
 
 T = 100
 SIZES = (9 * HASHED_BYTES // 2 + 11, 300, 3 * HASHED_BYTES)  # tokens of two bytes each
@@ -370,9 +371,7 @@ def test_a_deep_copy_reads_the_same_and_shares_the_cache(stored, cached, monkeyp
 def test_what_is_asked_for_ahead_is_in_the_cache_when_it_is_read(stored, cached, monkeypatch):
     _, one = cached()
     one.ahead(range(len(one)))
-    until = time.monotonic() + 60
-    while one._ahead._wanted.qsize() and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: not one._ahead._wanted.qsize())
     one._ahead.close()
     count, found = reads_of(one, monkeypatch, stored[0])
     assert (found == stored[2]).all()
@@ -393,9 +392,7 @@ def test_a_block_that_is_under_way_is_not_read_twice(stored, cached, monkeypatch
 
     monkeypatch.setattr(os, "preadv", slow)
     one.ahead(range(len(one)))
-    until = time.monotonic() + 60
-    while not one.files.asked.any() and time.monotonic() < until:
-        time.sleep(0.001)
+    wait_until(one.files.asked.any, pause=0.001)
     assert (one.fetch(range(len(one)))[0] == samples).all()
     tables = 1000
     assert sum(counted) < 2 * sum(SIZES) + tables

@@ -11,6 +11,7 @@ import pytest
 
 from hpc_train.job.preemption import StopRequests, signals_kept
 from hpc_train.mpi.group import Group
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -52,11 +53,9 @@ def test_a_file_asks_to_stop(requests, tmp_path):
     stop = requests(file=tmp_path / "STOP")
     assert stop.agree(Group()) is None
     (tmp_path / "STOP").touch()
-    limit = time.monotonic() + 10
-    while not (reason := stop.agree(Group())):
-        assert time.monotonic() < limit
-        time.sleep(0.05)
-    assert "STOP" in reason
+    reasons = []
+    wait_until(lambda: reasons.append(stop.agree(Group())) or reasons[-1])
+    assert "STOP" in reasons[-1]
 
 
 def test_former_handlers_come_back():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpc_train.launch.batch import BatchJob, text
 from hpc_train.launch.resources import Resources
+from tests.waiting import PATIENCE
 
 PLAIN = BatchJob(
     scheduler="slurm",
@@ -143,7 +144,7 @@ class Shell:
             env=self.environ | (environ or {}),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
             check=False,
         )
 

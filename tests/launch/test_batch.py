@@ -25,6 +25,7 @@ from hpc_train.launch.schedulers import scheduler_of
 from hpc_train.launch.staged import Staging
 from tests.launch.job_shell import ARRAYS, PLAIN, SAVES, Shell
 from tests.programs import run
+from tests.waiting import PATIENCE
 
 SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
 RECORDED = Path(__file__).parent / "scripts"
@@ -304,7 +305,7 @@ def test_a_signal_reaches_the_launcher_and_its_code_the_script(shell, number):
     process.send_signal(number)
     time.sleep(0.1)
     process.send_signal(number)
-    text, _ = process.communicate(timeout=30)
+    text, _ = process.communicate(timeout=PATIENCE)
     assert "saved" in text
     assert shell.records[-1]["code"] == process.returncode
     assert process.returncode == (0 if number == signal.SIGUSR1 else 75)

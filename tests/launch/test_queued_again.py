@@ -16,6 +16,7 @@ import pytest
 
 from hpc_train.launch.batch import find_commands
 from tests.launch.job_shell import ANSWER, ARRAYS, RUNNING, SAVES, Shell
+from tests.waiting import PATIENCE
 
 SCHEDULERS = ["slurm", "pbs", "lsf", "flux"]
 SAVES_SOON = SAVES.format(seconds=0.1)
@@ -60,7 +61,7 @@ def pbs(tmp_path):
 def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> str:
     """Signal a script; returns what it prints until it ends."""
     process.send_signal(number)
-    text, _ = process.communicate(timeout=30)
+    text, _ = process.communicate(timeout=PATIENCE)
     return text
 
 
@@ -202,7 +203,7 @@ def test_a_job_that_is_deleted_while_it_is_queued_again_does_not_come_back(pbs, 
     if walltime:
         pbs.walltime()
     os.killpg(process.pid, signal.SIGTERM)
-    text, _ = process.communicate(timeout=30)
+    text, _ = process.communicate(timeout=PATIENCE)
     assert (pbs.folder / "new").exists() == walltime
     assert pbs.records[-1]["next"] == ("8" if walltime else "")
     assert ("the job was deleted: it is not queued again" in text) != walltime
@@ -475,7 +476,7 @@ def mixture(folder: Path, seed: int) -> str:
     for event in events:
         model.happen(event, process)
         time.sleep(choose.uniform(0.1, 0.2))
-    text, _ = process.communicate(timeout=30)
+    text, _ = process.communicate(timeout=PATIENCE)
     jobs = sum((folder / name).exists() for name in ("pending", "new"))
     saved = "saved" in text and bool(shell.records)
     told = jobs or model.state == "CANCELLED" or shell.records[-1]["continue"]

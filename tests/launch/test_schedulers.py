@@ -6,13 +6,13 @@ import json
 import os
 import shlex
 import subprocess
-import time
 
 import pytest
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launch.schedulers import QueuedJob, scheduler_of
 from tests.programs import ENVIRON, hpc_train, only_line, run
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -173,13 +173,6 @@ def local(tmp_path):
     return submit
 
 
-def wait_for(sign, seconds=40):
-    end = time.monotonic() + seconds
-    while not sign():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def events(folder):
     path = folder / "r/jobs.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -187,7 +180,7 @@ def events(folder):
 
 def test_a_job_without_a_scheduler_starts_again_until_it_is_done(local, tmp_path):
     (job,) = local()
-    wait_for(
+    wait_until(
         lambda: any(event.get("code") == 0 and not event["next"] for event in events(tmp_path))
     )
     record = events(tmp_path)
@@ -206,13 +199,13 @@ def test_a_job_without_a_scheduler_starts_again_until_it_is_done(local, tmp_path
 
 def test_a_job_without_a_scheduler_can_be_watched_and_cancelled(local, tmp_path):
     (job,) = local("wait")
-    wait_for(lambda: "start 0" in (tmp_path / "r/r.out").read_text())
+    wait_until(lambda: "start 0" in (tmp_path / "r/r.out").read_text())
     done = run(*hpc_train("status", "r"), cwd=tmp_path)
     assert f"job {job} RUNNING" in done.stdout
     again = hpc_train("submit", "--scheduler", "local", "--run.dir", "r", "--", "python", "it.py")
     assert "has a job already" in only_line(run(*again, cwd=tmp_path).stderr)
     assert run(*hpc_train("cancel", "--now", "r"), cwd=tmp_path).returncode == 0
-    wait_for(lambda: events(tmp_path)[-1]["event"] == "ended")
+    wait_until(lambda: events(tmp_path)[-1]["event"] == "ended")
     assert not events(tmp_path)[-1]["next"]
     processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert str(tmp_path) not in processes.stdout
@@ -220,5 +213,5 @@ def test_a_job_without_a_scheduler_can_be_watched_and_cancelled(local, tmp_path)
 
 def test_a_job_without_a_scheduler_ends_at_its_time_limit(local, tmp_path):
     local("wait", options=["--time", "4s", "--requeue_by", "never"])
-    wait_for(lambda: events(tmp_path)[-1]["event"] == "ended")
+    wait_until(lambda: events(tmp_path)[-1]["event"] == "ended")
     assert not events(tmp_path)[-1]["next"]

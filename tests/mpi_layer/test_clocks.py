@@ -109,7 +109,6 @@ def compare(job, monkeypatch, seconds):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("seconds", [1, pytest.param(600, marks=pytest.mark.long)])
-@pytest.mark.timeout(900)
 def test_events_of_processes_with_wrong_clocks_come_to_one_clock(job, monkeypatch, seconds):
     wrong, error = compare(job, monkeypatch, seconds)
     assert wrong <= error + 1e-6

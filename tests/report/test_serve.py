@@ -18,6 +18,7 @@ from hpc_train.errors import UserError
 from hpc_train.report import serve as module
 from hpc_train.report.serve import ServedReport, serve
 from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line, run
+from tests.waiting import PATIENCE, wait_until
 
 LINE = re.compile(r"http://127\.0\.0\.1:(\d+)(/[\w-]{32,}/)\n")
 TUNNEL = re.compile(r"From another machine, run first: ssh -N -L (\d+):(\S+) \S+@\S+\n")
@@ -230,12 +231,13 @@ def test_too_many_connections_are_closed_at_once(tmp_path, monkeypatch):
     with served_here(tmp_path) as (path, page):
         with connect(path), connect(path), connect(path) as third:
             assert third.recv(1) == b""
-        limit = time.monotonic() + 30
-        while True:  # until the server has seen that the others are gone
+
+        def answers() -> bool:
             with suppress(OSError, IndexError):
-                assert ask(path, get(page))[0] == 200
-                break
-            assert time.monotonic() < limit
+                return ask(path, get(page))[0] == 200
+            return False
+
+        wait_until(answers)  # the server has to see that the others are gone
 
 
 def test_a_unix_socket_is_for_its_owner_alone(folder, tmp_path):
@@ -247,7 +249,7 @@ def test_a_unix_socket_is_for_its_owner_alone(folder, tmp_path):
         with pytest.raises(UserError, match="another server listens"):
             serve(ServedReport([folder], str), path=path)
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     assert not path.exists()
 
 
@@ -280,7 +282,7 @@ def test_only_this_machine_is_listened_to_and_ctrl_c_ends_it(folder):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=5)
         process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=30)
+        out, error = process.communicate(timeout=PATIENCE)
         assert (process.returncode, out, error) == (0, "", "")
 
 
@@ -351,7 +353,7 @@ def test_readers_get_the_page_before_while_a_new_one_is_made(tmp_path):
             return "<body>never</body>"
         if report is not None:
             begun.set()
-            assert go.wait(30)
+            assert go.wait(PATIENCE)
         return "<body></body>"
 
     report = None
@@ -361,7 +363,7 @@ def test_readers_get_the_page_before_while_a_new_one_is_made(tmp_path):
     before = report._page
     maker = threading.Thread(target=report.page)
     maker.start()
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE)
     assert report.page() is before
     go.set()
     maker.join(30)

@@ -25,6 +25,7 @@ import psutil
 
 from hpc_train.errors import EXIT_STOPPED
 from tests.programs import ENVIRON, hpc_train, python, ranks_of
+from tests.waiting import wait_until
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "horovod_script_resumable.py")
 LAST = "runs/hvd/step-000000200.safetensors"
@@ -100,10 +101,9 @@ def many(
 
 def wait_for_ranks(root: Path) -> None:
     """Wait until no process works in the folder."""
-    limit = time.monotonic() + SECONDS
-    while any(_works_in(process, root) for process in psutil.process_iter()):
-        assert time.monotonic() < limit, "ranks are left"
-        time.sleep(0.05)
+    wait_until(
+        lambda: not any(_works_in(process, root) for process in psutil.process_iter()), SECONDS
+    )
 
 
 def _works_in(process: psutil.Process, root: Path) -> bool:

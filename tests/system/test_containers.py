@@ -13,13 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import small_program
 from tests.programs import ENVIRON, hpc_train, only_line, ranks_of, run
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 VENV, SOURCE = "/opt/venv", "/opt/source"  # where the image has the environment and this package
@@ -111,7 +112,7 @@ def look(tmp_path):
 @pytest.mark.parametrize("more", [(), ("--userns",)], ids=" ".join)
 def test_ranks_of_one_job_have_the_images_system_and_python(image, look, more):
     """In user namespaces of their own, too, where the kernel refuses MPI's fastest copies."""
-    done = launch(image, "python3", "look.py", more=more, cwd=look, timeout=60)
+    done = launch(image, "python3", "look.py", more=more, cwd=look)
     assert done.returncode == 0, done.stderr
     check_seen(done.stdout, look)
 
@@ -164,7 +165,7 @@ def test_an_ordinary_user(image):
         """
         environ = {"HOME": str(folder), "PYTHONPATH": str(ROOT)}
         start = ["unshare", "--mount", "sh", "-c", opened, str(folder), sys.base_prefix]
-        done = run(*start, *words, cwd=folder, environ=environ, timeout=60)
+        done = run(*start, *words, cwd=folder, environ=environ)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 0, done.stderr
@@ -208,15 +209,13 @@ def test_a_training_is_restarted_stopped_and_resumed(image, tmp_path, text_data)
 
 def after_step(program, step: int) -> None:
     """Wait until the run has recorded a step."""
-    limit = time.monotonic() + 60
-    while True:
-        try:
-            if program.metrics("run")[-1]["step"] >= step:
-                return
-        except (OSError, IndexError, ValueError):  # not there yet, or half a line of it
-            pass
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+
+    def recorded() -> bool:
+        with suppress(OSError, IndexError, ValueError):  # not there yet, or half a line of it
+            return program.metrics("run")[-1]["step"] >= step
+        return False
+
+    wait_until(recorded)
 
 
 @pytest.mark.parametrize("launcher", [(), ("--launcher", "mpirun")])
@@ -229,10 +228,7 @@ def test_a_submitted_command_runs_in_the_image(image, look, launcher):
     )
     assert done.returncode == 0, done.stderr
     output = look / "runs/x/x.out"
-    limit = time.monotonic() + 60
-    while '"ended"' not in (look / "runs/x/jobs.jsonl").read_text():
-        assert time.monotonic() < limit, output.read_text()
-        time.sleep(0.1)
+    wait_until(lambda: '"ended"' in (look / "runs/x/jobs.jsonl").read_text())
     check_seen(output.read_text(), look)
 
 

@@ -14,6 +14,7 @@ import pytest
 from hpc_train.job.heartbeat import HANG
 from hpc_train.mpi import runtime
 from tests.programs import ENVIRON, only_line, processes_of, python, run
+from tests.waiting import PATIENCE
 
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
 HOST = socket.gethostname()
@@ -66,7 +67,7 @@ def test_a_stopped_rank_ends_the_job_with_an_error_that_names_it(program, engine
         wait_for_step(process, 3)
         stopped = rank_process(program, rank)
         stopped.suspend()
-        text = process.communicate(timeout=60)[0]
+        text = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 1, text
     assert has_ended(stopped)
     line = only_line(text)
@@ -87,7 +88,7 @@ def test_a_stopped_rank_is_noticed_by_what_steps_usually_take(program):
         wait_for_step(process, 100)
         begin = time.monotonic()
         rank_process(program, 2).suspend()
-        text = process.communicate(timeout=120)[0]
+        text = process.communicate(timeout=PATIENCE)[0]
         noticed = time.monotonic() - begin
     assert process.returncode == 1, text
     assert only_line(text).startswith(f"rank 2 ({HOST}) does not answer")
@@ -102,7 +103,7 @@ def test_a_stopped_rank_of_2_x_2_x_2_is_named_too(program):
     with start(program, *ENDLESS, *CUBE, "--run.hang_timeout", "8", ranks=8) as process:
         wait_for_step(process, 3)
         rank_process(program, 5).suspend()
-        text = process.communicate(timeout=120)[0]
+        text = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 1, text
     line = only_line(text)
     assert line.startswith(f"rank 5 ({HOST}) does not answer")
@@ -120,7 +121,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(progra
         stopped.suspend()
         time.sleep(6)  # the others have asked by now, and wait for an answer
         stopped.send_signal(signal.SIGCONT)
-        text += process.communicate(timeout=120)[0]
+        text += process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, text
     assert program.metrics("run")[-1]["step"] == 70
     assert "error" not in text
@@ -135,7 +136,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(program):
         time.sleep(6)
         for rank in ranks:
             rank.resume()
-        text += process.communicate(timeout=120)[0]
+        text += process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, text
 
 
@@ -168,7 +169,7 @@ def astray(folder, who, does, engine="mpi", *, before=False):
     text = ASTRAY.replace("BEFORE", repr(before)).replace("WHO", repr(who)).replace("DOES", does)
     (folder / "astray.py").write_text(text)
     words = [*python(str(folder / "astray.py")), str(folder / "checkpoints"), engine]
-    done = run("mpirun", "-np", "4", *words, timeout=90)
+    done = run("mpirun", "-np", "4", *words)
     assert done.returncode == 1, done.stdout + done.stderr
     return only_line(done.stdout + done.stderr)
 
@@ -256,6 +257,6 @@ raise SystemExit(hpc_train.run(main))
 )
 def test_ranks_that_average_without_a_loop_do_not_wait_for_ever(tmp_path, does, shown):
     (tmp_path / "bare.py").write_text(BARE.replace("DOES", does))
-    done = run("mpirun", "-np", "4", *python(str(tmp_path / "bare.py")), timeout=60)
+    done = run("mpirun", "-np", "4", *python(str(tmp_path / "bare.py")))
     assert done.returncode == 1, done.stdout + done.stderr
     assert shown in only_line(done.stdout + done.stderr)

@@ -13,6 +13,7 @@ import pytest
 from hpc_train.build import horovod as horovod_build
 from hpc_train.build import toolchain
 from hpc_train.errors import SetupError
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 MADE_BY_SET_UP = pytest.mark.skipif(
@@ -39,7 +40,7 @@ def set_up(checkout, python=sys.executable, **environ):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE,
     )
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.programs import ENVIRON, Program, hpc_train, only_line, ranks_of, run
-from tests.system.test_train import assert_succeeded, wait_until
+from tests.system.test_train import assert_succeeded
+from tests.waiting import wait_until
 
 CONFIG = """
 run: {steps: 60, log_every: 1, deterministic: true, preflight: false}

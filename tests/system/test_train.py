@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from tests.programs import (
     ranks_of,
     run,
 )
+from tests.waiting import wait_until
 
 ENGINES = ["mpi", "horovod"]
 if not runtime.horovod_built():  # pragma: no cover
@@ -182,13 +182,6 @@ def holds(process, number):
     status = Path(f"/proc/{process.pid}/status").read_text()
     mask = next(line for line in status.splitlines() if line.startswith("SigBlk:"))
     return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
-
-
-def wait_until(condition):
-    limit = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 @pytest.mark.slow("it starts the same job three times")

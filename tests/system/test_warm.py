@@ -17,6 +17,7 @@ import pytest
 from hpc_train.warm import key, meeting
 from tests import programs
 from tests.programs import COLD, hpc_train, python
+from tests.waiting import PATIENCE, wait_until
 
 ENVIRON = programs.ENVIRON | programs.own_server("alone")
 
@@ -167,7 +168,7 @@ def test_signals_reach_the_program(tmp_path):
             process.send_signal(number)
             line = process.stdout.readline()
             assert line == f"heard {int(number)}\n", process.communicate()
-        assert process.wait(10) == 7
+        assert process.wait(PATIENCE) == 7
 
 
 SLEEP = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)"
@@ -181,7 +182,7 @@ def test_a_rank_ends_with_its_stand_in_and_it_with_the_rank(tmp_path):
         assert ended(rank)
     with at_work(*python(path)) as (process, rank):
         rank.kill()
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(PATIENCE) == -signal.SIGKILL
 
 
 WITH_CHILD = """
@@ -216,16 +217,13 @@ def test_all_end_with_the_server_and_the_next_start_makes_another(tmp_path):
     with at_work(*python(path), environ=own) as (process, rank):
         server = rank.parent()
         server.kill()
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(PATIENCE) == -signal.SIGKILL
         assert "fork server was killed" in process.stderr.read()
         assert ended(rank)
         assert not folder.exists(), "its stand-in removes what it cannot any more"
     done = run(*python(script(tmp_path, "print('again')")), environ=own)
     assert done.stdout == "again\n", done.stderr
-    limit = time.monotonic() + 15
-    while folder.exists():
-        assert time.monotonic() < limit, "the server leaves nothing behind"
-        time.sleep(0.1)
+    wait_until(lambda: not folder.exists())  # the server leaves nothing behind
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "PYTHONHASHSEED"])
@@ -317,7 +315,7 @@ def test_a_start_can_be_ended_while_its_server_does_not_answer(tmp_path):
         with subprocess.Popen(python(path), env=ENVIRON | own) as process:
             time.sleep(0.5)
             process.terminate()
-            assert process.wait(20) == -signal.SIGTERM
+            assert process.wait(PATIENCE) == -signal.SIGTERM
     finally:
         server.kill()
 
@@ -398,7 +396,7 @@ def test_ranks_of_a_node_are_forked_under_any_launcher(program):
                     break
             stand_ins = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGUSR1)
-            assert process.wait(60) == 75
+            assert process.wait(PATIENCE) == 75
         finally:
             process.kill()
     assert len(stand_ins) == 2

@@ -20,7 +20,7 @@ from random import Random
 import psutil
 
 from hpc_train.warm import key
-from tests.programs import COLD, ENVIRON, processes_of, python
+from tests.programs import COLD, ENVIRON, python, wait_for_end
 
 KINDS = ("nothing", "rank", "stand-in", "server", "launcher")
 PROGRAM = """
@@ -69,11 +69,7 @@ def start(folder: Path, ranks: int, random: Random, environ: dict[str, str]) -> 
         except subprocess.TimeoutExpired:
             process.kill()
             raise RuntimeError(f"a job in which {kind} was killed has not ended") from None
-    limit = time.monotonic() + 10
-    while left := processes_of(folder):
-        if time.monotonic() > limit:
-            raise RuntimeError(f"{kind} was killed, and these are left: {left}")
-        time.sleep(0.02)
+    wait_for_end(folder, 10)
     return kind if victims else "nothing"
 
 

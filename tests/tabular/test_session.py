@@ -57,7 +57,7 @@ def program(folder, text):
 
 def start(script, *words, ranks=1):
     launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
-    return run(*launcher, *python(script, *map(str, words)), timeout=60)
+    return run(*launcher, *python(script, *map(str, words)))
 
 
 def result(done):

@@ -20,8 +20,9 @@ from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.conftest import records
 from tests.programs import ENVIRON, ranks_of
-from tests.system.test_train import assert_succeeded, wait_until
+from tests.system.test_train import assert_succeeded
 from tests.training.test_trainer import alone, config, make
+from tests.waiting import wait_until
 
 
 def rising(reader, name, by):

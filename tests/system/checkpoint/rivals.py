@@ -38,6 +38,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.loop import Loop
 from hpc_train.training.options import LoopOptions
 from tests.checkpoint.states import SMALL
+from tests.waiting import wait_until
 
 STEPS = 60
 PAUSE = 0.003  # seconds of a step, in which nothing is computed
@@ -114,10 +115,7 @@ class Rival:
 
     def end(self) -> str:
         """Wait for it; returns how it ended."""
-        limit = time.monotonic() + SECONDS
-        while self.poll() is None:
-            assert time.monotonic() < limit, "it hangs"
-            time.sleep(0.002)
+        wait_until(lambda: self.poll() is not None, SECONDS, pause=0.002)
         if self.code == -signal.SIGKILL:
             return "killed"
         text = self.said.read_text()

@@ -19,6 +19,7 @@ from hpc_train.mpi.group import Group
 from tests.checkpoint.states import found as found_again
 from tests.checkpoint.states import save, store
 from tests.checkpoint.test_store import make, train
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("small_extents")
 
@@ -66,7 +67,7 @@ def test_the_optimizer_waits_until_all_is_copied_and_the_forward_pass_does_not(
 
     def late(*args, **options):
         begun.set()
-        assert may_copy.wait(60)
+        assert may_copy.wait(PATIENCE)
         return real(*args, **options)
 
     monkeypatch.setattr(Exchange, "bring", late)
@@ -74,7 +75,7 @@ def test_the_optimizer_waits_until_all_is_copied_and_the_forward_pass_does_not(
     made = Checkpoints(tmp_path / "late", connect(Group()), TrainingState(model, optimizer))
     train(model, optimizer, 2)
     made.save(2, background=True)
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE)
     stepped = threading.Event()
     x = torch.randn(8, 4, dtype=torch.float64)
     model(x).sum().backward()  # which changes the running statistics in buffers
@@ -99,7 +100,7 @@ def test_training_goes_on_while_a_file_is_written(tmp_path, monkeypatch):
     real = files.call
 
     def slow(name, *arguments):
-        assert name != "write" or may_write.wait(60)
+        assert name != "write" or may_write.wait(PATIENCE)
         return real(name, *arguments)
 
     monkeypatch.setattr(files, "call", slow)

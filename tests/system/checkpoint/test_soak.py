@@ -9,7 +9,6 @@ from tests.system.checkpoint.soak import soak
 
 @pytest.mark.long
 @pytest.mark.slow("jobs of four ranks that start again after each kill")
-@pytest.mark.timeout(900)
 def test_a_job_that_is_killed_at_random_moments_ends_as_one_that_is_not(tmp_path):
     done = soak(tmp_path, kills=2, seed=1, steps=30)
     assert done.killed.total() == 2

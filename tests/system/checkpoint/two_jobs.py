@@ -31,6 +31,7 @@ from hpc_train.checkpoint.catalogue import find_checkpoints
 from tests.conftest import small_program, small_text
 from tests.programs import COLD, ENVIRON, only_line, processes_of, ranks_of
 from tests.system.checkpoint.soak import Job, wait
+from tests.waiting import wait_until
 
 EVENTS = ("nothing", "first killed", "second killed", "first asleep")
 USED = r"is in use by process \d+ on \S+, which was last heard of \d+ s ago: wait until it ends; "
@@ -118,10 +119,7 @@ def _check_second(event: str, code: int, text: str) -> str:
 
 
 def _wait_for_processes(job: Job) -> None:
-    limit = time.monotonic() + SECONDS
-    while processes_of(job.run):
-        assert time.monotonic() < limit, processes_of(job.run)
-        time.sleep(0.05)
+    wait_until(lambda: not processes_of(job.run), SECONDS)
 
 
 def many(
