@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import cache
@@ -158,6 +159,16 @@ def pytest_leave_out_ranks(pyfuncitem):
     return True if pyfuncitem.funcargs["group"] is None else None
 
 
+def stop_horovod() -> None:
+    """Its threads would look for work until the processes end.
+
+    Ranks that share their cores would then take twice as long for the tests that follow.
+    """
+    horovod = sys.modules.get("horovod.torch")
+    if horovod is not None and horovod.is_initialized():
+        horovod.shutdown()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
     if "mpi" not in pyfuncitem.keywords:
@@ -176,6 +187,7 @@ def pytest_pyfunc_call(pyfuncitem):
         idle.pause()
     verdicts = comm.allgather(None if failure is None or skipped else repr(failure))
     failed = {rank: text for rank, text in enumerate(verdicts) if text is not None}
+    stop_horovod()
     if failure is not None:
         raise failure
     assert not failed, f"failed on other ranks: {failed}"
