@@ -9,8 +9,10 @@ OF_PARAMETER = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module or one of its own parameters has hooks."""
+    """Whether a module or one of its own parameters has hooks.
+
+    A `forward` that was set on the module itself counts: accelerate adds its hooks in this way.
+    """
     own = module.parameters(recurse=False)
-    return any(getattr(module, kind) for kind in OF_MODULE) or any(
-        getattr(parameter, kind) for parameter in own for kind in OF_PARAMETER
-    )
+    of_module = "forward" in vars(module) or any(getattr(module, kind) for kind in OF_MODULE)
+    return of_module or any(getattr(one, kind) for one in own for kind in OF_PARAMETER)

@@ -231,6 +231,8 @@ def old_weight_norm(layer):
 def hooked(layer, where):
     if where == "layer":
         layer.register_forward_hook(lambda layer, args, output: 2 * output)
+    elif where == "forward":
+        layer.forward = lambda x: 2 * type(layer).forward(layer, x)
     else:
         layer.weight.register_hook(torch.zeros_like)
     return layer
@@ -258,6 +260,7 @@ def hooked(layer, where):
         ({"output": "vocab"}, {"output": nn.MultiheadAttention(12, 2).out_proj}, "does not fit"),
         ({"output": "vocab"}, {"output": hooked(nn.Linear(12, 12), "layer")}, "without hooks"),
         ({"output": "vocab"}, {"output": hooked(nn.Linear(12, 12), "weight")}, "without hooks"),
+        ({"output": "vocab"}, {"output": hooked(nn.Linear(12, 12), "forward")}, "without hooks"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_told_in_one_line(plan, change, says):

@@ -19,11 +19,14 @@ LAYOUTS = {
 }
 
 
-def left_over() -> tuple[object, ...]:
+def left_over() -> set[tuple[str, object]]:
     """What a Trainer could leave behind in its process."""
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    threads = {t.name for t in threading.enumerate() if t.is_alive()} - {"checkpoint_0"}
-    return handlers, threads, logging.getLogger("hpc_train").handlers[:]
+    handlers = {
+        (number.name, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGUSR1)
+    }
+    threads = {("thread", t.name) for t in threading.enumerate() if t.is_alive()}
+    logs = {("log", handler) for handler in logging.getLogger("hpc_train").handlers}
+    return handlers | threads - {("thread", "checkpoint_0")} | logs
 
 
 def test_a_sweep_leaves_nothing_behind(tmp_path):
@@ -34,7 +37,7 @@ def test_a_sweep_leaves_nothing_behind(tmp_path):
             trainer.train()
         trainer.close()  # once more costs nothing
         assert not trainer.optimizer._optimizer_step_pre_hooks
-        assert left_over() == before
+        assert left_over() <= before
     losses = [records(tmp_path / str(number))[-1]["loss"] for number in range(3)]
     assert len({*losses}) == 3
 
@@ -48,7 +51,7 @@ def test_a_trainer_that_failed_can_be_made_again(tmp_path):
         ) as one,
     ):
         one.train()
-    assert left_over() == before
+    assert left_over() <= before
     with make(config(tmp_path / "next"), alone()) as other:
         other.train()
 
@@ -58,12 +61,13 @@ def test_a_trainer_that_failed_can_be_made_again(tmp_path):
 def test_several_ranks_make_one_trainer_after_the_other(job, together, options):
     if options and job.world.size % 2:
         return
-    before, losses = left_over(), []
+    before, after, losses = left_over(), set(), []  # a thread of an earlier test may end meanwhile
     for number in range(3):
         torch.manual_seed(0)
         with make(config(together / str(number), *options), job) as trainer:
             trainer.train()
-        assert left_over() == before
+        after |= left_over()
         if job.world.rank == 0:
             losses.append([record["loss"] for record in records(together / str(number))])
+    assert after <= before
     assert all(one == losses[0] for one in losses)
