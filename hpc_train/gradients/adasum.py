@@ -7,6 +7,7 @@ https://arxiv.org/abs/2006.02924
 from __future__ import annotations
 
 import time
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -105,19 +106,18 @@ class AdasumAverager(BucketAverager):
         """Replace the step by the combination of all ranks' steps."""
         super()._after_step()
         # Horovod combines in place: the parameters become the steps, and then parameters again.
-        steps = [[p.detach() for p in some] for some in self.planned]
         before, self._before = self._before, []
         begin = time.perf_counter()
-        pairs = [
-            pair for some in zip(steps, before, strict=True) for pair in zip(*some, strict=True)
-        ]
-        for tensor, old in pairs:
-            tensor.sub_(old)
+        planned = zip(self.planned, before, strict=True)
+        steps = [[p.detach().sub_(old) for p, old in zip(*some, strict=True)] for some in planned]
+        sent = [[_as_sent(step) for step in some] for some in steps]
         with self.group.waiting("the combination of the steps by Horovod"):
-            self._combine(steps)
-        for tensor, old in pairs:
-            tensor.add_(old)
-        nbytes = sum(old.nbytes for _, old in pairs)
+            self._combine(sent)
+        for step, found, old in zip(*map(chain.from_iterable, (steps, sent, before)), strict=True):
+            if found is not step:
+                step.copy_(torch.view_as_complex(found) if step.is_complex() else found)
+            step.add_(old)
+        nbytes = sum(found.nbytes for found in chain.from_iterable(sent))
         self.profile.add(0.0, time.perf_counter() - begin, nbytes)
 
     def _combine(self, steps: list[list[Tensor]]) -> None:
@@ -133,6 +133,13 @@ class AdasumAverager(BucketAverager):
     def settle(self) -> None:
         """Average the optimizer's moments, so that all ranks have the same state. Collective."""
         average_state(self.optimizer, self.shards)
+
+
+def _as_sent(step: Tensor) -> Tensor:
+    """The step itself, or a copy that Horovod can combine: row-major, real, not bfloat16."""
+    if step.is_complex():
+        step = torch.view_as_real(step)
+    return (step.float() if step.dtype == torch.bfloat16 else step).contiguous()
 
 
 def _check(group: Group, job: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from hpc_train.models.linear import Linear
+
 OF_MODULE = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 OF_PARAMETER = "_backward_hooks", "_post_accumulate_grad_hooks"
 
@@ -11,8 +13,13 @@ OF_PARAMETER = "_backward_hooks", "_post_accumulate_grad_hooks"
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module or one of its own parameters has hooks.
 
-    A `forward` that was set on the module itself counts: accelerate adds its hooks in this way.
+    A `forward` that was set on the module itself counts, as accelerate adds its hooks in this way.
+    That of `Linear` does not, which selective recomputation sets.
     """
+    forward = vars(module).get("forward")
+    if forward is not None and getattr(forward, "__func__", None) is not Linear.forward:
+        return True
     own = module.parameters(recurse=False)
-    of_module = "forward" in vars(module) or any(getattr(module, kind) for kind in OF_MODULE)
-    return of_module or any(getattr(one, kind) for one in own for kind in OF_PARAMETER)
+    return any(getattr(module, kind) for kind in OF_MODULE) or any(
+        getattr(parameter, kind) for parameter in own for kind in OF_PARAMETER
+    )

@@ -16,6 +16,7 @@ from hpc_train.gradients.norms import total_norm
 
 SAMPLED = 4096  # elements of each gradient
 ALIKE = 0.05  # relative difference of gradients that is no rounding, in 32 bits or more
+LOSS_ALIKE = 0.01  # relative difference of losses that is no rounding, likewise
 TINY = 1e-3  # part of the norm of all gradients below which one may be nothing but rounding
 SMALL = 1 << 18  # bytes; copying a gradient up to this size costs less than a call of its own
 
@@ -56,20 +57,23 @@ class LayoutGradients:
         _sum_gradients(self.partial, self.tensor)
         _sum_gradients(self.tied, self.embedding)
 
-    def check_alike(self, averager: GradientAverager) -> None:
-        """Check that gradients which should be the same on tensor-parallel ranks are.
+    def check_alike(self, averager: GradientAverager, losses: Sequence[Tensor]) -> None:
+        """Check that losses and gradients which should be the same on tensor-parallel ranks are.
 
-        A sample of each is compared, until it was finite and not zero in one step. Collective over
-        the tensor-parallel group.
+        A sample of each gradient is compared, until it was finite and not zero in one step.
+        Collective over the tensor-parallel group.
 
         Args:
             averager: has averaged and completed the gradients.
+            losses: of the micro-batches; none on ranks whose stage is not the last.
 
         Raises:
             UserError: they differ; perhaps not on all ranks.
         """
         if self.tensor.group.size == 1:
             return
+        if losses:
+            self._check_losses(torch.stack([loss.detach().double() for loss in losses]))
         samples = {
             parameter: part.detach().flatten()[:: -(-part.numel() // SAMPLED) or 1].double()
             for parameter, part in averager.parts()
@@ -93,6 +97,16 @@ class LayoutGradients:
                 f"the gradient of {differing} differs between the ranks of parallel.tp",
                 "between a colwise and a rowwise layer each rank computes only its part: use the "
                 "parameter outside of the two, or give them no styles in `tensor_plan`",
+            )
+
+    def _check_losses(self, mine: Tensor) -> None:
+        first = mine.clone()
+        self.tensor.broadcast_(first)
+        if float((mine - first).norm()) > LOSS_ALIKE * max(float(mine.norm()), float(first.norm())):
+            raise UserError(
+                "the loss differs between the ranks of parallel.tp",
+                "a layer or the loss computes from its rank's part of the vocabulary, the width or "
+                "the tokens: use a style that makes them whole, or none, in `tensor_plan`",
             )
 
     @property

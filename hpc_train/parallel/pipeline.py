@@ -163,10 +163,13 @@ class Pipeline:
         given = None
         if self._stage(action) > 0:
             given = self.transport.receive().detach()
-            given.requires_grad_(torch.is_grad_enabled() and given.is_floating_point())
+            learns = given.is_floating_point() or given.is_complex()
+            given.requires_grad_(torch.is_grad_enabled() and learns)
         output = self.stages.compute(
             action.virtual_stage, given, lambda: forward(action.micro_batch, action.virtual_stage)
         )
+        if self.deferred is not None:
+            self.deferred.take()  # of backward passes that the model itself took: it has no use
         if self._stage(action) < self.virtual - 1:
             message = self._activation(action.micro_batch, self._stage(action) + 1, forms, +1)
             # A received buffer may be filled again before an output that shares its memory is sent.

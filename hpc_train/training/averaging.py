@@ -230,7 +230,7 @@ class AveragingState(Statistics):
         if not isinstance(self.averager, ShardedAverager):
             return {}
         found: dict[Parameter, tuple[ParameterSlice, Tensor] | None] = dict.fromkeys(
-            self.averager.streamed
+            p for p in self.averager.streamed if p.numel()
         )
         for piece, slab in self.averager.parameters.slabs.items():
             if slab.parameter in found:

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from hpc_train.errors import UserError
+from hpc_train.gradients.buckets import is_dense
 from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.planning.schedules import size
 
@@ -76,6 +77,8 @@ class OffloadedState:
         if begin is None or not count:  # `frombuffer` makes no empty tensor
             return None if begin is None else torch.empty_like(parameter)
         flat = torch.frombuffer(self._memory, dtype=parameter.dtype, count=count, offset=begin)
+        if not is_dense(parameter):
+            return flat.view(parameter.shape)
         return flat.as_strided(parameter.shape, parameter.stride())
 
     def _read_ahead(self) -> None:

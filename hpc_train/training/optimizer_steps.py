@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hpc_train.checkpoint.state import ExtraState
@@ -76,13 +78,16 @@ class OptimizerSteps(ExtraState):
         self._to_compare = STEPS_COMPARED if config.parallel.tp > 1 and exact else 0
         self._unseen = 0  # the step whose norm was not looked at yet
 
-    def advance(self, step: int, loss: float, *, needed: bool) -> float:
+    def advance(
+        self, step: int, loss: float, *, needed: bool, losses: Sequence[Tensor] = ()
+    ) -> float:
         """Clip the averaged gradients, and take a step if they are finite. Collective.
 
         Args:
             step: its number.
             loss: its mean loss; 0 if it was not computed.
             needed: whether the caller needs the norm.
+            losses: of the micro-batches, to compare them in the first steps.
 
         Returns:
             The 2-norm of the averaged gradients before clipping, NaN if the step was skipped, 0 if
@@ -92,14 +97,14 @@ class OptimizerSteps(ExtraState):
             NotFiniteError: the loss or the norm is not finite, and `run.nonfinite` is "stop"; on
                 all ranks. Without `needed` it can be raised by the next step.
             HpcTrainError: the gradients of too many steps in a row were not finite.
-            UserError: gradients that should be the same on tensor-parallel ranks differ.
+            UserError: losses or gradients that should be the same on tensor-parallel ranks differ.
         """
         self.unify()
         with self.group.waiting.phases("optimizer"):
             if self._to_compare:
                 self._to_compare -= 1
                 with agreed(self.group):
-                    self.layout.check_alike(self.averager)
+                    self.layout.check_alike(self.averager, losses)
             if self.unwaited is not None:
                 return self._take_unwaited(self.unwaited, step, loss, needed=needed)
             limit, norm = self.config.optimizer.clip_norm, 0.0

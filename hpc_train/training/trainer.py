@@ -300,7 +300,7 @@ class Trainer:
             self.assembly.steps.wait()
             mean = self._mean(losses)
         rate = self._set_learning_rate(step.number)
-        norm = self.assembly.steps.advance(step.number, mean, needed=due)
+        norm = self.assembly.steps.advance(step.number, mean, needed=due, losses=losses)
         self.step_records.count_step()
         if due:
             self._frozen.look()

@@ -365,6 +365,38 @@ def test_adasum_combines_steps_as_the_paper_says(job, name, empty):
     assert norms == pytest.approx(expected_norms, rel=1e-12)
 
 
+PARAMETERS = {
+    "gaps": lambda values: values[:, :3],
+    "transposed": lambda values: values.t(),
+    "complex": lambda values: torch.complex(values, values.t()).t(),
+    "bfloat16": lambda values: values.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_adasum_combines_parameters_of_any_layout_and_type(job, kind):
+    draws = torch.Generator().manual_seed(0)
+    start = PARAMETERS[kind](torch.randn(8, 8, generator=draws).double())
+    shape, number = start.shape, range(job.world.size)
+    gradients = [torch.randn(shape, generator=draws).to(start.dtype) for _ in number]
+    if start.is_complex():
+        step = torch.view_as_complex(tree([-torch.view_as_real(one) for one in gradients]))
+    else:
+        step = tree([-one for one in gradients])
+    expected = start + step
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2).double()), nn.Parameter(start)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = AveragingOptions(engine="horovod", reduction="adasum")
+    averager = average_gradients(model, optimizer, job.world, options)
+    model[1].grad = gradients[job.world.rank]
+    averager.average()
+    averager.step()
+    averager.close()
+    rounded = 0.05 if kind == "bfloat16" else 1e-12
+    torch.testing.assert_close(model[1].detach(), expected, rtol=rounded, atol=rounded)
+    assert len({*job.world.gathered(str(model[1].tolist()))}) == 1
+
+
 def adasum_reference(optimizer_of, size, without):
     """All ranks' models in one process."""
     models = [build() for _ in range(size)]

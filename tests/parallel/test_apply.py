@@ -312,7 +312,7 @@ def test_gradients_of_any_layout_in_memory_are_completed(job, monkeypatch, small
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("noise", [1e-4, 1.0])
-def test_gradients_that_tensor_parallel_ranks_should_share_are_compared(job, noise):
+def test_gradients_and_losses_that_tensor_parallel_ranks_should_share_are_compared(job, noise):
     names, over = ["between.weight", "outside.weight"], connect(job.world)
     parameters = [nn.Parameter(torch.ones(5, 3)) for _ in names]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -327,15 +327,21 @@ def test_gradients_that_tensor_parallel_ranks_should_share_are_compared(job, noi
         model=over,
     )
     for factor in (0.0, 1 + noise * job.world.rank):  # the first step may say nothing
-        layout.check_alike(averager)
+        layout.check_alike(averager, [])
         averager.zero_grad()
         sum(p.sum() * f for p, f in zip(parameters, (factor, 2.0), strict=True)).backward()
         averager.average()
     if noise < 1 or job.world.rank == 0:  # the others compare with rank 0
-        layout.check_alike(averager)
+        layout.check_alike(averager, [])
     else:
         with pytest.raises(UserError, match="the gradient of between.weight differs"):
-            layout.check_alike(averager)
+            layout.check_alike(averager, [])
+    losses = [torch.tensor(2.0), torch.tensor(1 + noise * job.world.rank)]
+    if noise < 1 or job.world.rank == 0:
+        layout.check_alike(averager, losses)
+    else:
+        with pytest.raises(UserError, match=r"the loss differs between the ranks of parallel\.tp"):
+            layout.check_alike(averager, losses)
     averager.close()
 
 

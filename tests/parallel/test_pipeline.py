@@ -191,6 +191,39 @@ def test_outputs_may_share_memory_with_inputs_and_gradients(group, name, kind):
     assert_losses(validated, [reference(b) for b in micro_batches([2] * 6, (2, 3))], pipeline)
 
 
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x.tanh())
+
+
+class Signal(nn.Module):
+    def forward(self, x):
+        return torch.fft.ifft(x * x.abs()).real
+
+
+class Descending(nn.Module):
+    """Its forward pass takes a gradient of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        z = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(z).tanh().square().sum(), z)
+        return self.layer(x) - 0.1 * slope
+
+
+@pytest.mark.ranks(2, 4)
+@schedules
+def test_stages_may_give_complex_tensors_and_take_gradients(group, name):
+    torch.manual_seed(0)
+    model = User(*(kind() for _ in range(2) for kind in (Descending, Spectrum, Signal, Descending)))
+    reference = deepcopy(model)
+    pipeline, _ = piped(model, group, name)
+    assert_same(trained(model, pipeline, [2] * 5), reference, pipeline, [2] * 5)
+
+
 class Dropping(nn.Module):
     """A layer with dropout, which may compute its activations again in the backward pass."""
 

@@ -6,6 +6,7 @@ import errno
 import os
 
 import pytest
+import torch
 
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.mpi.group import Group
@@ -62,6 +63,22 @@ def test_a_disk_without_room_is_told_at_the_start(tmp_path, monkeypatch):
 def test_a_folder_that_is_not_there_is_told(tmp_path):
     with pytest.raises(UserError, match="No such file or directory"):
         make(config(tmp_path / "run", "--memory.offload", str(tmp_path / "no")), ALONE)
+
+
+def test_a_parameter_may_have_gaps_in_its_memory(tmp_path):
+    found = []
+    for folder in (tmp_path, None):
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(8, 8)[:, :3])
+        optimizer = torch.optim.AdamW([parameter])
+        kept = offload.OffloadedState(optimizer, folder) if folder else None
+        for _ in range(3):
+            parameter.grad = torch.randn(8, 3)
+            optimizer.step()
+        if kept is not None:
+            kept.close()
+        found.append(parameter.detach())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("wrong", ["gradients", "here/state", ""])
