@@ -146,14 +146,19 @@ class _Pass:
             for one, name, buffer in found
             if buffer is not None
         ]
+        # A backward pass inside of the block repeats the pass before it is known which it changes.
+        self.changed = [(one, name, copy) for one, name, copy, *_ in before]
         with ExitStack() as stack:
             if self.results is not None:
                 stack.enter_context(self.results.taken())
             yield
-        for one, name, copy, buffer, version in before:
-            written = one._buffers[name] is not buffer or buffer._version != version
-            if written or hasattr(one, "running_mean"):  # torch does not count BatchNorm's changes
-                self.changed.append((one, name, copy))
+        self.changed = [
+            (one, name, copy)
+            for one, name, copy, buffer, version in before
+            if one._buffers[name] is not buffer
+            or buffer._version != version
+            or hasattr(one, "running_mean")  # torch does not count BatchNorm's changes
+        ]
 
     @contextmanager
     def _again(self) -> Iterator[None]:
