@@ -20,6 +20,7 @@ class Results:
     def __init__(self) -> None:
         self._kept: list[tuple[Tensor, int]] = []  # each with the number of its changes
         self._next: int | None = None  # the one to give out next; None while they are taken
+        self._complete = False  # whether the forward pass has ended
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -30,12 +31,22 @@ class Results:
         """
         with self._in_use():
             yield
+        self._complete = True
         if any(result._version != version for result, version in self._kept):
             raise _changed()
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """A context in which the forward pass is repeated with the kept results."""
+        """A context in which the forward pass is repeated with the kept results.
+
+        Raises:
+            UserError: the forward pass goes on, because a backward pass inside of it repeats it.
+        """
+        if not self._complete:
+            raise UserError(
+                "memory.recompute is selective, and a block computes gradients in its forward pass",
+                "give full",
+            )
         self._next = 0
         with self._in_use():
             yield

@@ -160,6 +160,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Linear(nn.Linear):
     """torch.nn.Linear, computed by `linear`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform x of shape (..., K) to (..., N)."""
-        return linear(x, self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Transform an input of shape (..., K) to (..., N)."""
+        return linear(input, self.weight, self.bias)

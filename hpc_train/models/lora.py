@@ -56,10 +56,10 @@ class LoraLinear(Linear):
         """The adapter."""
         return Adapter(self.lora_a, self.lora_b, self.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform x of shape (..., K) to (..., N)."""
-        y = linear(x, self.weight, self.bias)
-        return torch.add(y, linear(linear(x, self.lora_a), self.lora_b), alpha=self.scale)
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Transform an input of shape (..., K) to (..., N)."""
+        y = linear(input, self.weight, self.bias)
+        return torch.add(y, linear(linear(input, self.lora_a), self.lora_b), alpha=self.scale)
 
 
 def weight_of(layer: nn.Linear) -> Tensor:

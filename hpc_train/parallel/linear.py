@@ -10,7 +10,8 @@ along the tokens (dimension 1). The sum then becomes a reduce-scatter, and the i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,15 @@ class Deferred:
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Parameter, Callable[[], Tensor]]] = []
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A context of a forward pass: the backward passes that it takes itself leave nothing."""
+        count = len(self.waiting)
+        try:
+            yield
+        finally:
+            del self.waiting[count:]
 
     def take(self) -> list[tuple[Parameter, Callable[[], Tensor]]]:
         """The weight gradients that were left since the last call."""
@@ -119,6 +129,9 @@ class _Linear(torch.autograd.Function):
 class ParallelLinear(nn.Module):
     """A linear layer, or this rank's part of one.
 
+    It has the attributes and the parameters' names of torch's. `in_features` and `out_features` are
+    the whole layer's: a wrong shape is seen, where a scale that follows from a part would not be.
+
     Args:
         weight: this rank's part of the weight (N, K): its rows for style colwise, its columns for
             style rowwise, all of it for style whole.
@@ -143,6 +156,9 @@ class ParallelLinear(nn.Module):
         adapter: Adapter | None = None,
     ) -> None:
         super().__init__()
+        parts = over.group.size
+        self.out_features = weight.shape[0] * (parts if style == "colwise" else 1)
+        self.in_features = weight.shape[1] * (parts if style == "rowwise" else 1)
         self.weight = weight
         self.bias: Parameter | None
         self.register_parameter("bias", bias)
@@ -190,8 +206,8 @@ class ParallelLinear(nn.Module):
         """Whether the input has to be gathered, as it is cut along the tokens."""
         return self.cut and self.style == "colwise"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform x of shape (..., K) to (..., N). Collective over the tensor group.
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Transform an input of shape (..., K) to (..., N). Collective over the tensor group.
 
         For style rowwise K counts this rank's inputs, for style colwise N counts its outputs. Under
         `torch.autocast` the ranks compute and exchange tensors of autocast's type.
@@ -199,10 +215,10 @@ class ParallelLinear(nn.Module):
         later = self.bias if self.style == "rowwise" else None  # added once, to the sum
         at_once = None if self.style == "rowwise" else self.bias
         # A weight whose gradient is deferred is kept out of the graph: otherwise its hooks would
-        # run without a gradient. The backward pass still gets here, because x needs a gradient.
-        deferred = self.deferred is not None and x.requires_grad
+        # run without a gradient. The backward pass still gets here, as the input needs a gradient.
+        deferred = self.deferred is not None and input.requires_grad
         weight = self.weight.detach() if deferred else self.weight
         bias = None if at_once is None else lowered(at_once)
         a, b = (None if p is None else lowered(p) for p in (self.lora_a, self.lora_b))
-        y: Tensor = _Linear.apply(lowered(x), lowered(weight), bias, a, b, self)
+        y: Tensor = _Linear.apply(lowered(input), lowered(weight), bias, a, b, self)
         return y if later is None else y + later.to(y.dtype)

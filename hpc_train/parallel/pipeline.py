@@ -7,7 +7,7 @@ micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -165,11 +165,12 @@ class Pipeline:
             given = self.transport.receive().detach()
             learns = given.is_floating_point() or given.is_complex()
             given.requires_grad_(torch.is_grad_enabled() and learns)
-        output = self.stages.compute(
-            action.virtual_stage, given, lambda: forward(action.micro_batch, action.virtual_stage)
-        )
-        if self.deferred is not None:
-            self.deferred.take()  # of backward passes that the model itself took: it has no use
+        with nullcontext() if self.deferred is None else self.deferred.apart():
+            output = self.stages.compute(
+                action.virtual_stage,
+                given,
+                lambda: forward(action.micro_batch, action.virtual_stage),
+            )
         if self._stage(action) < self.virtual - 1:
             message = self._activation(action.micro_batch, self._stage(action) + 1, forms, +1)
             # A received buffer may be filled again before an output that shares its memory is sent.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
 from types import MethodType
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.dropout import SampleDropout, SeedsInUse
 from hpc_train.models.kept import Results
 from hpc_train.models.linear import Linear
+from hpc_train.parallel.linear import Deferred
 from hpc_train.parallel.tensor import matching
 
 RecomputeBlocks = Literal["none", "selective", "full"] | int
@@ -101,10 +103,16 @@ class _Recomputed:
     """Takes the place of a block's `forward`."""
 
     def __init__(self, block: nn.Module, *, selective: bool) -> None:
-        self.original, self.selective = block.forward, selective
+        self.block, self.original, self.selective = block, block.forward, selective
         modules = list(block.modules())
         self.dropouts = [layer for layer in modules if isinstance(layer, SampleDropout)]
         self.buffers = [(one, name) for one in modules for name in one._buffers]
+
+    @cached_property
+    def deferred(self) -> Deferred | None:
+        """What takes the weight gradients of its layers, which may be replaced until a call."""
+        found = (getattr(layer, "deferred", None) for layer in self.block.modules())
+        return next((one for one in found if one is not None), None)
 
     def __call__(self, *args: Any, **how: Any) -> Any:
         with _copies_freed():
@@ -131,7 +139,7 @@ class _Pass:
     def __init__(self, block: _Recomputed) -> None:
         self.seeds = SeedsInUse(block.dropouts)
         self.results = Results() if block.selective else None
-        self.buffers = block.buffers
+        self.buffers, self.deferred = block.buffers, block.deferred
         self.changed: list[tuple[nn.Module, str, Tensor]] = []  # buffers as the pass found them
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -146,14 +154,19 @@ class _Pass:
             for one, name, buffer in found
             if buffer is not None
         ]
+        # A backward pass inside of the block repeats the pass before it is known which it changes.
+        self.changed = [(one, name, copy) for one, name, copy, *_ in before]
         with ExitStack() as stack:
             if self.results is not None:
                 stack.enter_context(self.results.taken())
             yield
-        for one, name, copy, buffer, version in before:
-            written = one._buffers[name] is not buffer or buffer._version != version
-            if written or hasattr(one, "running_mean"):  # torch does not count BatchNorm's changes
-                self.changed.append((one, name, copy))
+        self.changed = [
+            (one, name, copy)
+            for one, name, copy, buffer, version in before
+            if one._buffers[name] is not buffer
+            or buffer._version != version
+            or hasattr(one, "running_mean")  # torch does not count BatchNorm's changes
+        ]
 
     @contextmanager
     def _again(self) -> Iterator[None]:
@@ -163,6 +176,8 @@ class _Pass:
         try:
             with ExitStack() as stack:
                 stack.enter_context(self.seeds.again())
+                if self.deferred is not None:
+                    stack.enter_context(self.deferred.apart())
                 if self.results is not None:
                     stack.enter_context(self.results.given())
                 yield

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal
+from inspect import signature
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +212,7 @@ class _Sharing:
         """The module that replaces a layer; None if the style does not fit the layer."""
         if style == "sequence":
             if self.cut:
-                layer.register_forward_pre_hook(self._cut_input)
+                layer.register_forward_pre_hook(self._cut_input, with_kwargs=True)
             return layer
         if not _replaceable(layer):
             return None
@@ -221,8 +222,8 @@ class _Sharing:
             weight = self.part(layer.weight, 0)
             return VocabParallelEmbedding(weight, self.over, cut_output=self.cut)
         if isinstance(layer, nn.CrossEntropyLoss) and style == "vocab":
-            each = layer.reduction == "none"
-            return VocabParallelCrossEntropy(self.over, layer.ignore_index, each=each)
+            how = layer.reduction
+            return VocabParallelCrossEntropy(self.over, layer.ignore_index, reduction=how)
         if isinstance(layer, SampleDropout) and style == "colwise":
             layer.section = (-1, self.over.group.rank, self.over.group.size)
             return layer
@@ -265,9 +266,19 @@ class _Sharing:
         group = self.over.group
         return SliceSpec.part(tuple(parameter.shape), dim, group.rank, group.size)
 
-    def _cut_input(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _cut_input(
+        self, layer: nn.Module, args: tuple[Any, ...], how: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         group = self.over.group
-        return (args[0].chunk(group.size, -1)[group.rank], *args[1:])
+        if args:
+            return (args[0].chunk(group.size, -1)[group.rank], *args[1:]), how
+        first = next(iter(signature(layer.forward).parameters), "")
+        if first not in how:
+            raise UserError(
+                f"tensor plan: a {type(layer).__name__} of style sequence is called without input",
+                "give it the tensor to cut as its first argument",
+            )
+        return args, how | {first: how[first].chunk(group.size, -1)[group.rank]}
 
 
 def _replaceable(layer: nn.Module) -> bool:

@@ -23,6 +23,8 @@ from hpc_train.parallel.linear import TOKENS
 class VocabParallelEmbedding(nn.Module):
     """An embedding that ranks share: this rank holds V / tp rows, from row `rank * V / tp` on.
 
+    `num_embeddings` is the whole V.
+
     Args:
         weight: this rank's rows, (V / tp, C).
         over: the ranks that share the embedding.
@@ -31,10 +33,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight: Parameter, over: Collectives, *, cut_output: bool) -> None:
         super().__init__()
+        self.num_embeddings, self.embedding_dim = len(weight) * over.group.size, weight.shape[1]
         self.weight = weight
         self.over, self.cut_output = over, cut_output
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Embed int64 tokens of shape (B, T) in (B, T, C). Collective over the tensor group.
 
         With `cut_output` the result has the shape (B, T / tp, C).
@@ -42,8 +45,8 @@ class VocabParallelEmbedding(nn.Module):
         Raises:
             DataError: a token is not in the vocabulary.
         """
-        _check_inside(tokens, len(self.weight) * self.over.group.size)
-        local = tokens - self.over.group.rank * len(self.weight)
+        _check_inside(input, self.num_embeddings)
+        local = input - self.over.group.rank * len(self.weight)
         outside = (local < 0) | (local >= len(self.weight))
         x = F.embedding(local.masked_fill(outside, 0), self.weight)
         x = x.masked_fill(outside.unsqueeze(-1), 0)
@@ -56,40 +59,42 @@ class VocabParallelCrossEntropy(nn.Module):
     Args:
         over: the ranks that share the logits.
         ignore_index: targets with this value do not count.
-        each: whether the result is the loss of each target, 0 for those that do not count; if not,
-            it is the mean over the targets that count.
+        reduction: "none" for the loss of each target, 0 for those that do not count, or "mean" for
+            the mean over the targets that count.
     """
 
-    def __init__(self, over: Collectives, ignore_index: int = -100, *, each: bool = False) -> None:
+    def __init__(
+        self, over: Collectives, ignore_index: int = -100, *, reduction: str = "mean"
+    ) -> None:
         super().__init__()
-        self.over, self.ignore_index, self.each = over, ignore_index, each
+        self.over, self.ignore_index, self.reduction = over, ignore_index, reduction
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """The loss in nats, the same on all ranks. Collective over the tensor group.
 
-        It is a scalar, or with `each` of shape (N). It is computed in float32 if the logits have 16
-        bits.
+        It is a scalar, or with reduction none of shape (N). It is computed in float32 if the logits
+        have 16 bits.
 
         Args:
-            logits: this rank's part, of shape (N, V / tp).
-            targets: int64 of shape (N).
+            input: this rank's part of the logits, of shape (N, V / tp).
+            target: int64 of shape (N).
 
         Raises:
             UserError: the shapes are others. torch's own loss would accept some of them.
             DataError: a target that counts is not in the vocabulary.
         """
-        if logits.dim() != 2 or targets.dim() != 1:
+        if input.dim() != 2 or target.shape != input.shape[:1]:
             raise UserError(
-                f"the vocab-parallel loss has logits of shape {list(logits.shape)} "
-                f"and targets of shape {list(targets.shape)}",
-                "flatten them to (N, V) and (N)",
+                f"the vocab-parallel loss has logits of shape {list(input.shape)} "
+                f"and targets of shape {list(target.shape)}",
+                "flatten them to (N, V) and (N), as flatten(0, -2) does: a rank has V / tp columns",
             )
-        counted = targets != self.ignore_index
-        if targets.is_cpu:  # to choose those that count, a GPU would have to be waited for
-            _check_inside(targets[counted], logits.shape[-1] * self.over.group.size)
-        losses: Tensor = _CrossEntropy.apply(logits, targets, self.over)
+        counted = target != self.ignore_index
+        if target.is_cpu:  # to choose those that count, a GPU would have to be waited for
+            _check_inside(target[counted], input.shape[-1] * self.over.group.size)
+        losses: Tensor = _CrossEntropy.apply(input, target, self.over)
         losses = losses.masked_fill(~counted, 0)
-        return losses if self.each else losses.sum() / counted.sum()
+        return losses if self.reduction == "none" else losses.sum() / counted.sum()
 
 
 def _check_inside(tokens: Tensor, vocab: int) -> None:

@@ -39,7 +39,7 @@ def test_linear_equals_torchs_with_either_library(way, bias, shape):
     results = []
     for layer in (mine, theirs):
         x.grad = None
-        layer(x).square().sum().backward()
+        layer(input=x).square().sum().backward()
         results.append([x.grad.clone(), *(p.grad for p in layer.parameters())])
     for a, b in zip(*results, strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -17,6 +17,7 @@ from hpc_train.models.dropout import SampleDropout
 from hpc_train.mpi.group import Group
 from hpc_train.parallel.linear import Deferred
 from hpc_train.parallel.pipeline import Pipeline
+from hpc_train.parallel.recompute import recompute
 from hpc_train.parallel.schedule import Name, peak_live_formula
 from hpc_train.parallel.stages import Stages, runs_of, stage_names
 from hpc_train.parallel.tensor import parallelize
@@ -216,10 +217,12 @@ class Descending(nn.Module):
 
 @pytest.mark.ranks(2, 4)
 @schedules
-def test_stages_may_give_complex_tensors_and_take_gradients(group, name):
+@pytest.mark.parametrize("again", ["none", "full"])
+def test_stages_may_give_complex_tensors_and_take_gradients(group, name, again):
     torch.manual_seed(0)
     model = User(*(kind() for _ in range(2) for kind in (Descending, Spectrum, Signal, Descending)))
     reference = deepcopy(model)
+    recompute(model, again)
     pipeline, _ = piped(model, group, name)
     assert_same(trained(model, pipeline, [2] * 5), reference, pipeline, [2] * 5)
 

@@ -45,10 +45,10 @@ class Block(nn.Module):
 class Own(nn.Module):
     memory_blocks = ("blocks.*",)
 
-    def __init__(self, **options):
+    def __init__(self, kind=Block, **options):
         super().__init__()
         torch.manual_seed(1)
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(3))
+        self.blocks = nn.ModuleList(kind(**options) for _ in range(3))
         self.double()
 
     def forward(self, x):
@@ -91,9 +91,9 @@ def test_a_gpt_with_two_micro_batches_under_way(how):
     assert_alike(plain, other)
 
 
-def check_alike(how, use):
+def check_alike(how, use, kind=Block):
     """Use a user's model with and without recomputation, and compare."""
-    plain, other = Own(), Own()
+    plain, other = Own(kind), Own(kind)
     recompute(other, how)
     for model in (plain, other):
         torch.manual_seed(3)
@@ -231,6 +231,26 @@ def test_results_that_the_model_changes_after_the_block_are_refused():
     recompute(model, "selective")
     with pytest.raises(UserError, match="the model changes a Linear's result in place"):
         model(torch.randn(3, 4)).backward()
+
+
+class WithGradient(Block):
+    def forward(self, x, scale=1.0):
+        with torch.enable_grad():
+            hidden = self.norm(self.first(x))
+            (slope,) = torch.autograd.grad(hidden.tanh().sum(), x, create_graph=True)
+        return x - scale * self.second(self.drop(hidden)) * slope
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_block_may_compute_gradients_in_its_forward_pass_unless_selective(how):
+    def use(model):
+        model(inputs().requires_grad_()).backward()
+
+    if how != "selective":
+        check_alike(how, use, WithGradient)
+        return
+    with pytest.raises(UserError, match=r"a block computes gradients in its .* pass: give full"):
+        check_alike(how, use, WithGradient)
 
 
 def test_a_later_call_takes_the_place_of_an_earlier_one():

@@ -293,6 +293,42 @@ def test_layers_that_share_a_weight_are_cut_alike_or_not_at_all(plan):
         of_four(User(tie=True), plan)
 
 
+def test_a_part_has_the_attributes_of_the_whole_layer():
+    model, whole = User(), User()
+    of_four(model, User.plan)
+    parallelize(whole, {}, connect(Group()), deferred=Deferred())
+    for user in (model, whole):
+        layers = [user.layers[0].up, user.layers[0].down, user.output]
+        sizes = [(layer.in_features, layer.out_features) for layer in layers]
+        assert sizes == [(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH), (WIDTH, VOCAB)]
+        assert (user.token.num_embeddings, user.token.embedding_dim) == (VOCAB, WIDTH)
+        assert (user.loss.ignore_index, user.loss.reduction) == (3, "mean")
+
+
+class Keywords(User):
+    def forward(self, text, targets):
+        x = self.token(input=text) + self.position(input=torch.arange(text.shape[1]))
+        logits = self.output(input=self.norm(x)).flatten(0, 1)
+        return self.loss(input=logits, target=targets.flatten())
+
+
+@pytest.mark.ranks(1, 2)
+def test_layers_are_called_by_keyword_as_torchs_are(group):
+    model = Keywords()
+    parallelize(model, User.plan, connect(group), sequence_parallel=True)
+    torch.testing.assert_close(model(*batch()), Keywords()(*batch()), rtol=1e-13, atol=0)
+
+
+@pytest.mark.mpi
+def test_a_module_of_style_sequence_without_input_is_told(job):
+    model, over = User(), connect(job.world)
+    model.position.forward = lambda size=1: size
+    parallelize(model, User.plan, over, sequence_parallel=True)
+    with pytest.raises(UserError, match="of style sequence is called without input: give it"):
+        model.position()
+    over.close()
+
+
 def test_a_layer_with_two_names_stays_one():
     model = User()
     model.layers[1] = model.layers[0]

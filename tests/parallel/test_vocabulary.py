@@ -74,7 +74,9 @@ def test_with_all_targets_ignored_the_loss_is_nan_as_in_torch(group):
     assert loss.isnan()
 
 
-@pytest.mark.parametrize("shapes", [((2, 12, 5), (2, 5)), ((12,), ()), ((4, 12), (4, 12))])
+@pytest.mark.parametrize(
+    "shapes", [((2, 12, 5), (2, 5)), ((12,), ()), ((4, 12), (4, 12)), ((3, 48), (12,))]
+)
 def test_shapes_that_only_torchs_loss_takes_are_refused(shapes):
     logits, targets = torch.zeros(shapes[0]), torch.zeros(shapes[1], dtype=torch.long)
     with pytest.raises(UserError, match=r"flatten them to \(N, V\) and \(N\)"):
