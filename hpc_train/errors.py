@@ -141,6 +141,24 @@ class RankError(HpcTrainError):
     """An unexpected exception on one rank; its traceback is in that rank's log."""
 
 
+class ReadNote(str):
+    """A note on an error: what was being read, such as "sample 3 of step 2"."""
+
+
+def error_in_words(error: BaseException) -> str:
+    """An error for a message: what was being read, the error's class and its text."""
+    places = [note for note in getattr(error, "__notes__", ()) if isinstance(note, ReadNote)]
+    return ": ".join([*places, type(error).__name__, error_text(error)])
+
+
+def error_text(of: object) -> str:
+    """The text of an error, or of a part of one."""
+    try:
+        return str(of)
+    except Exception as error:  # noqa: BLE001  # a user's own __str__ may fail
+        return f"({type(error).__name__} in its message)"
+
+
 def unwritable(directory: str | os.PathLike[str], error: OSError) -> ConfigError:
     """The error for a run directory in which something cannot be written."""
     named = "" if error.filename is None else f": {error.filename}"

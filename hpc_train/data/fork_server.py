@@ -45,10 +45,10 @@ _state: Callable[[], str] | None = None
 def start_workers() -> None:
     """Start the process that worker processes are forked from; call it before MPI starts.
 
-    Every rank calls it, before `hpc_train.run`, in the part of the script below
-    `if __name__ == "__main__":`. It returns at once. A second call does nothing. A call in a worker
-    does nothing either, as workers import the script. The workers run on the cores that the rank
-    has at the time of the call.
+    Every rank calls it, before `hpc_train.run` and before `mpi4py.MPI` is imported, in the part of
+    the script below `if __name__ == "__main__":`. It returns at once. A second call does nothing. A
+    call in a worker does nothing either, as workers import the script. The workers run on the cores
+    that the rank has at the time of the call.
 
     Raises:
         UserError: MPI runs already, the script has no line `if __name__ == "__main__":`, or TMPDIR

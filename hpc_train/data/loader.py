@@ -300,7 +300,8 @@ class Loader:
         def fetch(part: Part, indices: np.ndarray) -> Any:
             if self.give_up():
                 raise GivenUp
-            return self.reader.read_of_step(indices, self.order.seed, number, part.places)
+            with self.reader.naming(number):
+                return self.reader.read_of_step(indices, self.order.seed, number, part.places)
 
         parts = self.parts_of(number)
         return self._step(number, list(map(fetch, parts, self._indices_of(number))))
@@ -372,7 +373,11 @@ class Loader:
             )
 
         def function(reader: Reader) -> Callable[[Task], Any]:
-            return lambda task: reader.read_beside(task[2])
+            def read(task: Task) -> Any:
+                with reader.naming(task[0]):
+                    return reader.read_beside(task[2])
+
+            return read
 
         return [function(reader) for reader in readers]
 

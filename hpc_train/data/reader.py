@@ -9,8 +9,8 @@ model then draws the same numbers as if nothing had been read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,13 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hpc_train.data.generators import Generator, of_gpu, of_process, own
 from hpc_train.data.mixture import Mixture, datasets_in
-from hpc_train.errors import UserError
+from hpc_train.errors import ReadNote, UserError
 from hpc_train.seeds import mix
 
 Indices = Sequence[int] | np.ndarray
 SAMPLE_STREAM = 1  # part of the samples' seeds, so that they differ from the model's
+ENDING = (SystemExit, GeneratorExit, StopIteration)
+"""After these the job would end with exit code 0, or an iterator that reads would seem to end."""
 
 
 class Reader:
@@ -79,7 +81,7 @@ class Reader:
         Raises:
             UserError: a data set with `fetch`, or a collate_fn, draws random numbers. They would
                 depend on how the batch is cut.
-            RuntimeError: the data set raised SystemExit or GeneratorExit.
+            RuntimeError: the data set raised one of ENDING.
         """
         if not self.may_draw:
             return self.read_beside(indices)
@@ -128,7 +130,7 @@ class Reader:
         """Read a batch of a data set that draws no random numbers. Other threads may draw some.
 
         Raises:
-            RuntimeError: the data set raised SystemExit or GeneratorExit.
+            RuntimeError: the data set raised one of ENDING.
         """
         with self.lock:
             return self._together(self._samples(indices))
@@ -143,6 +145,15 @@ class Reader:
             places: the samples' positions in the step's whole batch.
         """
         return self.read(indices, lambda item: mix(seed, SAMPLE_STREAM, number, places[item]))
+
+    @contextmanager
+    def naming(self, number: int) -> Iterator[None]:
+        """Let an error in reading a step name the sample and the step's number."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(ReadNote(f"{self.place} of step {number}"))
+            raise
 
     @property
     def sources(self) -> str:
@@ -184,7 +195,7 @@ class Reader:
                 samples.append(self.dataset[index])
             self.place = "a batch"
             return samples
-        except (SystemExit, GeneratorExit) as error:  # the job would end with exit code 0
+        except ENDING as error:
             raise RuntimeError(f"the data set raised {error!r}") from error
 
     def _together(self, samples: Any) -> Any:
@@ -192,7 +203,7 @@ class Reader:
             return samples
         try:
             return (self.collate_fn or default_collate)(samples)
-        except (SystemExit, GeneratorExit) as error:
+        except ENDING as error:
             raise RuntimeError(f"collate_fn raised {error!r}") from error
 
     def _rows(self, indices: Indices) -> list[Tensor]:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hpc_train.data.reader import Reader
 from hpc_train.data.substitutes import Substituted
-from hpc_train.errors import HpcTrainError, RankError
+from hpc_train.errors import HpcTrainError, RankError, error_in_words
 
 Task = tuple[int, Sequence[int], np.ndarray]  # step, positions in its batch, indices
 
@@ -50,14 +50,16 @@ class _Micro(Dataset[bytes]):
         if self.reader is None:
             self.reader = Reader(self.dataset, collate_fn=self.collate_fn)
         try:
-            read = self.reader.read_of_step(indices, self.seed, number, places)
-            return bytes(ForkingPickler.dumps(read))
+            with self.reader.naming(number):
+                read = self.reader.read_of_step(indices, self.seed, number, places)
+                return bytes(ForkingPickler.dumps(read))
         except HpcTrainError as error:
             return pickle.dumps(error)
         except Exception as error:  # noqa: BLE001  # raised where the step is asked for
             traceback.print_exc()
-            what = f"{self.reader.place} of step {number}: {type(error).__name__}: {error}"
-            return pickle.dumps(RankError(what, "its log has the worker's traceback"))
+            return pickle.dumps(
+                RankError(error_in_words(error), "its log has the worker's traceback")
+            )
 
 
 CODE_SECONDS = 2.0  # seconds to wait for the exit code of the worker that ended first

@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from hpc_train.errors import HpcTrainError, RankError, UserError, file_error
+from hpc_train.errors import (
+    HpcTrainError,
+    RankError,
+    UserError,
+    error_in_words,
+    error_text,
+    file_error,
+)
 from hpc_train.mpi.group import AGREEMENT, Group
 
 T = TypeVar("T")
@@ -88,7 +95,7 @@ def _described(group: Group, failure: Exception | None) -> HpcTrainError:
     # Nothing here may raise, because the other ranks wait for the result.
     where = f"rank {group.rank} ({group.host})"
     if isinstance(failure, HpcTrainError):
-        cause, remedy = _text(failure.cause), _text(failure.remedy)
+        cause, remedy = error_text(failure.cause), error_text(failure.remedy)
         if not failure.agreed_ranks:  # else some of these ranks have agreed, and it names one
             cause = f"{where}: {cause}"
         # A user's own subclass may take other arguments, or be changed by pickling.
@@ -98,15 +105,8 @@ def _described(group: Group, failure: Exception | None) -> HpcTrainError:
                 if (error.cause, error.remedy) == (cause, remedy):
                     return error
         return HpcTrainError(cause, remedy)
-    text = f"{where}: {type(failure).__name__}: {_text(failure)}"
-    return RankError(text, "its log has the traceback")
-
-
-def _text(of: object) -> str:
-    try:
-        return str(of)
-    except Exception as error:  # noqa: BLE001  # a user's own __str__ may fail
-        return f"({type(error).__name__} in its message)"
+    assert failure is not None
+    return RankError(f"{where}: {error_in_words(failure)}", "its log has the traceback")
 
 
 def from_first(group: Group, make: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ from hpc_train.data import fork_server, manifest
 from hpc_train.data.loader import Loader, cut
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.shards import TokenDataset
-from hpc_train.errors import RankError, UserError
+from hpc_train.errors import RankError, UserError, error_in_words
 
 SAMPLES, BATCH, STEPS = 60, 12, 11
 
@@ -161,6 +161,15 @@ def test_the_generators_of_the_model_are_left_alone(started):
 def test_a_worker_that_fails_is_one_clear_error(started, do, message):
     with pytest.raises(RankError, match=message):
         batches(Plain(at=7, do=do), workers=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"workers": 2}])
+def test_without_workers_the_message_names_the_sample_too(monkeypatch, options):
+    monkeypatch.setattr(fork_server, "_state", None)
+    sample = SampleOrder(SAMPLES, BATCH, seed=3).indices(4, 0, 1)[0]
+    with pytest.raises(ValueError, match="a bad sample") as caught:
+        batches(Plain(at=sample, do=fail), **options)
+    assert error_in_words(caught.value) == f"sample {sample} of step 4: ValueError: a bad sample"
 
 
 def test_closing_ends_workers_that_still_read(started, monkeypatch):

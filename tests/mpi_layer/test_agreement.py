@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train import files
-from hpc_train.errors import ConfigError, DataError, RankError, StorageError, UserError
+from hpc_train.errors import ConfigError, DataError, RankError, ReadNote, StorageError, UserError
 from hpc_train.mpi.agreement import agreed, from_first, same, settle
 from hpc_train.mpi.group import Group
 
@@ -39,9 +39,14 @@ def test_of_several_errors_the_lowest_rank_speaks(group):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_an_unexpected_exception_becomes_a_rank_error_on_all(group):
-    with pytest.raises(RankError, match=r"rank 0 .*ZeroDivisionError") as caught, agreed(group):
+    with (
+        pytest.raises(RankError, match=r"rank 0 .*: sample 3: ZeroDivisionError: x: its") as caught,
+        agreed(group),
+    ):
         if group.rank == 0:
-            raise ZeroDivisionError("x")
+            error = ZeroDivisionError("x")
+            error.add_note(ReadNote("sample 3"))
+            raise error
     assert caught.value.agreed
 
 
