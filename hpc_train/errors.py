@@ -148,7 +148,7 @@ class ReadNote(str):
 def error_in_words(error: BaseException) -> str:
     """An error for a message: what was being read, the error's class and its text."""
     places = [note for note in getattr(error, "__notes__", ()) if isinstance(note, ReadNote)]
-    return ": ".join([*places, type(error).__name__, error_text(error)])
+    return ": ".join([*places[-1:], type(error).__name__, error_text(error)])
 
 
 def error_text(of: object) -> str:

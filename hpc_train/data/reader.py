@@ -152,7 +152,8 @@ class Reader:
         try:
             yield
         except Exception as error:
-            error.add_note(ReadNote(f"{self.place} of step {number}"))
+            with suppress(Exception):  # a user's own error may refuse notes
+                error.add_note(ReadNote(f"{self.place} of step {number}"))
             raise
 
     @property
