@@ -185,6 +185,6 @@ def wait_for_end(directory: Path, seconds: float) -> None:
     """Wait for the processes of a folder: a launcher may be dead before its ranks are.
 
     Raises:
-        TimeoutError: they are still there after so many seconds.
+        TimeoutError: a process of the folder has not ended by then.
     """
     wait_until(lambda: not processes_of(directory), seconds)

@@ -122,7 +122,10 @@ def _newest_checkpoint(latest: Path) -> str:
 
 
 def _costs(run: Path) -> list[str]:
-    """What the run or all tasks of a sweep have cost. Unread energy is asked of the scheduler."""
+    """What the run or all tasks of a sweep have cost.
+
+    If no energy was measured, the scheduler is asked for it.
+    """
     spent = sum(map(costs_in, (run, *run.glob("task-*"))), SpentCosts())
     if not spent.node_hours:
         return []

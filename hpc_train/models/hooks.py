@@ -13,11 +13,11 @@ OF_PARAMETER = "_backward_hooks", "_post_accumulate_grad_hooks"
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module or one of its own parameters has hooks.
 
-    A `forward` that was set on the module itself counts, as accelerate adds its hooks in this way.
-    That of `Linear` does not, which selective recomputation sets.
+    A `forward` of another function that was set on the module itself counts: accelerate adds its
+    hooks in this way. Ours is set on it as well, when it is put back and by recomputation.
     """
-    forward = vars(module).get("forward")
-    if forward is not None and getattr(forward, "__func__", None) is not Linear.forward:
+    forward, ours = vars(module).get("forward"), (type(module).forward, Linear.forward)
+    if forward is not None and getattr(forward, "__func__", None) not in ours:
         return True
     own = module.parameters(recurse=False)
     return any(getattr(module, kind) for kind in OF_MODULE) or any(

@@ -40,12 +40,12 @@ class Results:
         """A context in which the forward pass is repeated with the kept results.
 
         Raises:
-            UserError: the forward pass goes on, because a backward pass inside of it repeats it.
+            UserError: the forward pass has not ended: a backward pass inside of it repeats it.
         """
         if not self._complete:
             raise UserError(
                 "memory.recompute is selective, and a block computes gradients in its forward pass",
-                "give full",
+                "give full, which repeats the whole block",
             )
         self._next = 0
         with self._in_use():

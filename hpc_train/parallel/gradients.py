@@ -105,8 +105,9 @@ class LayoutGradients:
         if float((mine - first).norm()) > LOSS_ALIKE * max(float(mine.norm()), float(first.norm())):
             raise UserError(
                 "the loss differs between the ranks of parallel.tp",
-                "a layer or the loss computes from its rank's part of the vocabulary, the width or "
-                "the tokens: use a style that makes them whole, or none, in `tensor_plan`",
+                "the loss, or a layer before it, sees only its rank's part of the vocabulary, the "
+                "width or the tokens: give the layers before it no styles in `tensor_plan`, or use "
+                "nn.CrossEntropyLoss with style vocab",
             )
 
     @property

@@ -36,7 +36,7 @@ class Deferred:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A context of a forward pass: the backward passes that it takes itself leave nothing."""
+        """A context for a forward pass. Backward passes inside of it leave nothing."""
         count = len(self.waiting)
         try:
             yield

@@ -110,7 +110,7 @@ class _Recomputed:
 
     @cached_property
     def deferred(self) -> Deferred | None:
-        """What takes the weight gradients of its layers, which may be replaced until a call."""
+        """What takes the layers' weight gradients. Layers may be replaced before the first call."""
         found = (getattr(layer, "deferred", None) for layer in self.block.modules())
         return next((one for one in found if one is not None), None)
 

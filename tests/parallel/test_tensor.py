@@ -16,6 +16,7 @@ from hpc_train.collectives import connect
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.hooks import has_hooks
 from hpc_train.models.lora import LoraAdapters
 from hpc_train.mpi.group import Group
 from hpc_train.parallel.linear import Deferred, ParallelLinear, compute
@@ -226,6 +227,14 @@ class Adapted(nn.Linear):
 def old_weight_norm(layer):
     with warnings.catch_warnings(action="ignore"):  # it is deprecated, and still much used
         return nn.utils.weight_norm(layer)
+
+
+def test_a_layer_whose_forward_was_put_back_is_plain():
+    """As is done when a stage or a block is no longer computed in another way."""
+    layer = nn.Linear(4, 4)
+    layer.forward = layer.forward
+    assert not has_hooks(layer)
+    assert has_hooks(hooked(layer, "forward"))
 
 
 def hooked(layer, where):
