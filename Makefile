@@ -3,7 +3,7 @@
 #   make demo    train a GPT on Python's own sources, stop it, resume it, read what it writes
 #   make test    run the tests of each part, on one and on several ranks
 #   make test-system    run the tests of whole programs, and those on several emulated hosts
-#   make test-quick    run the tests of one process, in less than a minute
+#   make test-quick    run the tests of one process that start no programs
 #   make test-long    run the long tests, which the others leave out; with COLD=1 no rank is forked
 #   make test-mpich, make test-openmpi5    run the tests of several ranks with another MPI
 #   make test-gpu    try everything on this machine's GPU in ten minutes, with the site's own packages
