@@ -78,6 +78,12 @@ def to_file(directory: Path, rank: int, size: int) -> logging.Handler:
     return handler
 
 
+def destination() -> str:
+    """What a rank's messages go to at this moment, for a line that refers to them."""
+    handlers = logging.getLogger(ROOT).handlers
+    return "log" if any(isinstance(one, RankFileHandler) for one in handlers) else "output"
+
+
 def stop(*handlers: logging.Handler) -> None:
     """Detach and close handlers."""
     for handler in handlers:

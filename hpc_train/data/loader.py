@@ -300,7 +300,7 @@ class Loader:
         def fetch(part: Part, indices: np.ndarray) -> Any:
             if self.give_up():
                 raise GivenUp
-            with self.reader.naming(number):
+            with self.reader.naming(f"step {number}"):
                 return self.reader.read_of_step(indices, self.order.seed, number, part.places)
 
         parts = self.parts_of(number)
@@ -374,7 +374,7 @@ class Loader:
 
         def function(reader: Reader) -> Callable[[Task], Any]:
             def read(task: Task) -> Any:
-                with reader.naming(task[0]):
+                with reader.naming(f"step {task[0]}"):
                     return reader.read_beside(task[2])
 
             return read

@@ -147,13 +147,13 @@ class Reader:
         return self.read(indices, lambda item: mix(seed, SAMPLE_STREAM, number, places[item]))
 
     @contextmanager
-    def naming(self, number: int) -> Iterator[None]:
-        """Let an error in reading a step name the sample and the step's number."""
+    def naming(self, of: str) -> Iterator[None]:
+        """Let an error in reading name the sample and what it belongs to, such as "step 3"."""
         try:
             yield
         except Exception as error:
             with suppress(Exception):  # a user's own error may refuse notes
-                error.add_note(ReadNote(f"{self.place} of step {number}"))
+                error.add_note(ReadNote(f"{self.place} of {of}"))
             raise
 
     @property

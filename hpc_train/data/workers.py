@@ -50,7 +50,7 @@ class _Micro(Dataset[bytes]):
         if self.reader is None:
             self.reader = Reader(self.dataset, collate_fn=self.collate_fn)
         try:
-            with self.reader.naming(number):
+            with self.reader.naming(f"step {number}"):
                 read = self.reader.read_of_step(indices, self.seed, number, places)
                 return bytes(ForkingPickler.dumps(read))
         except HpcTrainError as error:

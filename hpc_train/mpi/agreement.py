@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+from hpc_train import log
 from hpc_train.errors import (
     HpcTrainError,
     RankError,
@@ -106,7 +107,7 @@ def _described(group: Group, failure: Exception | None) -> HpcTrainError:
                     return error
         return HpcTrainError(cause, remedy)
     assert failure is not None
-    return RankError(f"{where}: {error_in_words(failure)}", "its log has the traceback")
+    return RankError(f"{where}: {error_in_words(failure)}", f"its {log.destination()} has the traceback")
 
 
 def from_first(group: Group, make: Callable[[], T]) -> T:

@@ -84,7 +84,8 @@ def evaluate(
 
 def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[str | None, Tensor]:
     """The function's numbers for the samples of one batch, checked, by name."""
-    batch = reader.read(indices, lambda place: mix(HELD_OUT, int(indices[place])))
+    with reader.naming("the data set of loop.evaluate"):
+        batch = reader.read(indices, lambda place: mix(HELD_OUT, int(indices[place])))
     seed_process(mix(HELD_OUT, int(indices[0]), len(indices)))
     given = per_sample(batch)
     found: dict[str | None, Tensor] = {}

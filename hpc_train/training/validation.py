@@ -129,8 +129,9 @@ class Validation:
         def seed_of(place: int) -> int:
             return mix(self.config.run.seed, HELD_OUT, indices[place])
 
-        # As in training: torch takes a tuple as an index of several dimensions.
-        return self.reader.read(np.asarray(indices, np.int64), seed_of)
+        with self.reader.naming("the held-out data"):
+            # As in training: torch takes a tuple as an index of several dimensions.
+            return self.reader.read(np.asarray(indices, np.int64), seed_of)
 
     def _evaluate(
         self, batches: list[Any], parts: list[Part]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from hpc_train.errors import CheckpointMismatch, UserError
+from hpc_train.errors import CheckpointMismatch, RankError, UserError, error_in_words
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
@@ -64,6 +64,28 @@ def test_no_held_out_samples(tmp_path):
         make(tmp_path, alone()).validate()
     with pytest.raises(UserError, match="there are no held-out samples"):
         make(tmp_path, alone(), validation=data()).scores_of(data(0))
+
+
+class Torn(torch.utils.data.Dataset):
+    """Three samples, one of which cannot be read."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, place):
+        if place == 2:
+            raise ValueError("a bad sample")
+        return data()[place]
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_error_in_a_held_out_sample_names_it(group, together):
+    trainer = make(together, Runtime(group, group), validation=Torn())
+    with pytest.raises((RankError, ValueError)) as caught:
+        trainer.train()
+    said = str(caught.value) if group.size > 1 else error_in_words(caught.value)
+    assert "sample 2 of the held-out data: ValueError: a bad sample" in said
+    assert group.size == 1 or caught.value.remedy == "its log has the traceback"
 
 
 @pytest.mark.parametrize("name", ["identity", "about"])
