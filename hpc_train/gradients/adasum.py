@@ -21,7 +21,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import added
 from hpc_train.gradients.buckets import plan_buckets
 from hpc_train.gradients.census import Facts, Place
-from hpc_train.gradients.horovod import DistributedSums
+from hpc_train.gradients.horovod_sums import DistributedSums
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.state import average_state

@@ -107,7 +107,9 @@ def _described(group: Group, failure: Exception | None) -> HpcTrainError:
                     return error
         return HpcTrainError(cause, remedy)
     assert failure is not None
-    return RankError(f"{where}: {error_in_words(failure)}", f"its {log.destination()} has the traceback")
+    return RankError(
+        f"{where}: {error_in_words(failure)}", f"its {log.destination()} has the traceback"
+    )
 
 
 def from_first(group: Group, make: Callable[[], T]) -> T:

@@ -226,3 +226,11 @@ def line_at(file: TableFile, place: int) -> int:
 def damaged_line(file: TableFile, place: int, what: str, remedy: str) -> DataError:
     """An error that names the line at a place of a file's text."""
     return DataError(f"{file.path}, line {line_at(file, place)}: {what}", remedy)
+
+
+def skip_to(stream: Any, place: int, file: TableFile) -> None:
+    """Go to a place of a file's text; in a compressed file only once."""
+    if not file.compressed:
+        stream.seek(place)
+    while file.compressed and place > 0 and (piece := stream.read(min(place, CSV_PIECE_BYTES))):
+        place -= len(piece)

@@ -27,7 +27,6 @@ from hpc_train.data.tables.conversion import (
 from hpc_train.data.tables.csv_lines import (
     CSV_PIECE_BYTES,
     FEED,
-    PARSED_BYTES,
     QUOTE,
     RECORD_BYTES,
     LongRecord,
@@ -39,6 +38,7 @@ from hpc_train.data.tables.csv_lines import (
     plain_stream,
     record_begin,
     record_blocks,
+    skip_to,
     stray_quotes,
 )
 from hpc_train.data.tables.schema import TableSchema
@@ -60,8 +60,6 @@ MEND_QUOTES = (
     "write a quote inside a quoted field twice, and quote only whole fields; or give "
     "--no_quoted_newlines if no field has line ends"
 )
-SAMPLE_BYTES = 1 << 18
-MIDDLE_SAMPLES = 4  # blocks in the middle of a large file that are sampled
 _STRAY = b"\x01stray quote"  # stands for a line with one: it has another number of fields
 
 
@@ -156,7 +154,7 @@ def read_csv_rows(
                 begin = find_begin(stream, portion.begin, inside=portion.inside, **how)
             if begin >= portion.end:
                 return
-            _skip_to(stream, begin, file)
+            skip_to(stream, begin, file)
             for place, block in record_blocks(stream, begin, portion.end, **how):
                 judged = _Block(portion, place, block)
                 yield from judged.rows(parse, wrong, number)
@@ -169,14 +167,6 @@ def read_csv_rows(
                 "end of the file; a quote may not be closed",
                 f"mend the file; {MEND_QUOTES}",
             ) from None
-
-
-def _skip_to(stream: Any, place: int, file: TableFile) -> None:
-    """Go to a place of a file's text; in a compressed file only once."""
-    if not file.compressed:
-        stream.seek(place)
-    while file.compressed and place > 0 and (piece := stream.read(min(place, CSV_PIECE_BYTES))):
-        place -= len(piece)
 
 
 class _Parser:
@@ -358,62 +348,3 @@ def _without(block: bytes, stray: np.ndarray, columns: int) -> bytes:
     for line in np.unique(np.searchsorted(ends, stray)).tolist():
         lines[line] = _STRAY if columns > 1 else _STRAY + b",,"
     return FEED.join(lines)
-
-
-def sample_csv(file: TableFile) -> tuple[list[str], list[list[list[str]]]]:
-    """Some records of a csv file: its first ones and, if it is large, some in its middle.
-
-    Returns:
-        The names of its columns, and blocks of records as texts. Records with another number of
-        fields, and bytes that are not UTF-8, are left out.
-
-    Raises:
-        DataError: the file cannot be read, has no header, or no record with its number of fields.
-    """
-    names, header = csv_columns(file)
-    places = [header]
-    if not file.compressed and file.nbytes > 4 * MIDDLE_SAMPLES * SAMPLE_BYTES:
-        step = (file.nbytes - header) // (MIDDLE_SAMPLES + 1)
-        places += [header + step * number for number in range(1, MIDDLE_SAMPLES + 1)]
-    blocks: list[list[list[str]]] = []
-    lengths: set[int] = set()
-    with reading_from(file.path), opened_table(file) as raw:
-        stream = plain_stream(raw, file)
-        for place in places:
-            _skip_to(stream, place, file)
-            data = stream.read(SAMPLE_BYTES)
-            whole = len(data) < SAMPLE_BYTES
-            block = _sampled(data, file.delimiter, first=place == header, whole=whole)
-            text = io.StringIO(block.decode("utf-8", "ignore").replace("\0", ""), newline="")
-            rows = csv.reader(text, delimiter=file.delimiter)
-            found = [row for row in _lenient(rows) if row]
-            lengths.update(map(len, found))
-            blocks.append([row for row in found if len(row) == len(names)])
-    if lengths and len(names) not in lengths:
-        raise DataError(
-            f"{file.path}: its rows have {min(lengths)} fields, but its first line names "
-            f"{len(names)} columns",
-            "mend the first line, or the rows",
-        )
-    return names, blocks
-
-
-def _sampled(data: bytes, delimiter: str, *, first: bool, whole: bool) -> bytes:
-    """The whole records of a sample, whose begin may be inside quotes if it is not the first."""
-    for inside in (False,) if first else (False, True):
-        begin = 0 if first else first_end(data, 0, inside=inside)[0]
-        block = data[max(begin, 0) :]
-        block = block if whole else block[: block.rfind(FEED) + 1]
-        if begin >= 0 and not len(stray_quotes(block[:PARSED_BYTES], delimiter, per_line=False)):
-            return block
-    return data[: data.rfind(FEED) + 1] if first else b""
-
-
-def _lenient(rows: Iterator[list[str]]) -> Iterator[list[str]]:
-    while True:
-        try:
-            yield next(rows)
-        except StopIteration:
-            return
-        except csv.Error:
-            continue

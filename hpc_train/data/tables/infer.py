@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hpc_train.data.tables.array_source import sample_arrays
 from hpc_train.data.tables.conversion import TRUTH, ColumnValues, from_array, from_arrow
-from hpc_train.data.tables.csv_source import sample_csv
+from hpc_train.data.tables.csv_sample import sample_csv
 from hpc_train.data.tables.features import Categories
 from hpc_train.data.tables.parquet_source import sample_parquet
 from hpc_train.data.tables.schema import MISSING, Column, ColumnKind, TableSchema, TableTask
