@@ -126,7 +126,10 @@ class Owner:
     def has_ended(self, seen_by: Owner) -> bool | None:
         """Whether its process is gone; None if the process `seen_by` cannot tell."""
         if self.boot == seen_by.boot and self.space == seen_by.space:
-            return _begin(self.process) != self.begin
+            begin = _begin(self.process)
+            if begin < 0 and self.user != seen_by.user:
+                return None  # /proc may hide the processes of other users (hidepid)
+            return begin != self.begin
         rebooted = (self.host, self.machine) == (seen_by.host, seen_by.machine)
         return True if rebooted and self.boot != seen_by.boot else None
 

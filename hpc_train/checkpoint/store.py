@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
@@ -91,7 +92,7 @@ class Checkpoints:
         """Seconds of an earlier process's longest save; 0 if unknown. `resume` sets it."""
         self._background: tuple[int, BackgroundSave] | None = None
         self._snapshot: Snapshot | None = None
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self.claim: Claim | None = None
         """Of the directory, if the job holds one. Without one, no other job may write there."""
         self._unclaimed: Claim | None = None
@@ -109,7 +110,8 @@ class Checkpoints:
             step: the step that has just ended.
             background: whether to return as soon as training may go on. A thread writes, and `poll`
                 at the end of later steps and `finish` do the rest. Until then nothing but the
-                optimizer's step may change the model's parameters and the optimizer's state.
+                optimizer's step, and those of optimizers that `hold_back` was given, may change the
+                model's parameters and the optimizers' state.
 
         Returns:
             The file.
@@ -155,8 +157,18 @@ class Checkpoints:
 
     def _make_snapshot(self) -> Snapshot:
         self._snapshot = Snapshot()
-        self._hook = self.state.optimizer.register_step_pre_hook(lambda *_: self._wait())
+        self.hold_back(self.state.optimizer)
         return self._snapshot
+
+    def hold_back(self, optimizer: Optimizer) -> None:
+        """Let an optimizer's steps wait until a save in the background has copied all it needs.
+
+        Those of the state's optimizer wait without a call of this method.
+
+        Args:
+            optimizer: changes a part of what checkpoints hold.
+        """
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._wait()))
 
     def poll(self) -> None:
         """Go on with a save in the background. Collective. Call it after each step.
@@ -189,11 +201,11 @@ class Checkpoints:
         try:
             self.finish()
         finally:
-            if self._hook is not None:
-                self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             if self._snapshot is not None:
                 self._snapshot.close()
-            self._hook = self._snapshot = None
+            self._hooks, self._snapshot = [], None
 
     def _advance(self, *, wait: bool) -> None:
         under_way, self._background = self._background, None
@@ -403,7 +415,8 @@ class Checkpoints:
             for number in done.keys() - self.scores.keys():
                 self.scores[number] = _state_of(done[number]).get("score")
         scores = dict(self.scores)  # a copy, because the main thread may add to it
-        known = {number: score for number, score in scores.items() if score is not None}
+        known = {n: score for n, score in scores.items() if score is not None}
+        known = {n: score for n, score in known.items() if math.isfinite(score)}
 
         def is_finite(number: int) -> bool:
             if number not in self._finite:

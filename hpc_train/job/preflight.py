@@ -25,7 +25,7 @@ from hpc_train import files
 from hpc_train.errors import UserError, plural
 from hpc_train.host.memory import free_bytes
 from hpc_train.job.devices import used_devices
-from hpc_train.mpi.agreement import agreed, same
+from hpc_train.mpi.agreement import agreed, from_first, same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, import_mpi, library_version
 from hpc_train.planning.schedules import size as size_text
@@ -158,9 +158,10 @@ def shared_directory(
                 )
     finally:
         if leaders is not None:
-            own.unlink(missing_ok=True)
+            with suppress(OSError):
+                own.unlink()
     seconds = time.monotonic() - begin
-    free = world.from_first(lambda: shutil.disk_usage(directory).free)
+    free = from_first(world, lambda: shutil.disk_usage(directory).free)
     text = f"{size_text(free)} free, written and read by all hosts in {seconds:.2f} s"
     if free < needed:
         return PreflightFinding(

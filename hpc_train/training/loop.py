@@ -276,6 +276,8 @@ class Loop(Stepping):
                 self._records = None
                 report.last_step = self._taken
                 loader.close()
+                if not self._failed:  # what the program does now may take any time
+                    Heartbeat(self.group).tell(self._taken, 0.0)
 
     def stop(self) -> None:
         """End training after this step, with a checkpoint, as if it were the last step.
@@ -352,6 +354,8 @@ class Loop(Stepping):
                         "register it before: loop.epochs restores what is registered",
                     )
             self.registered.add(name, thing)
+        if isinstance(thing, Optimizer):
+            self.checkpoints.hold_back(thing)
 
     def record(self, **values: torch.Tensor | float) -> dict[str, float]:
         """Write a record of this step to metrics.jsonl in the loop's directory. Collective.

@@ -96,7 +96,7 @@ def guarded_steps(
         finally:
             group.waiting.limit = math.inf
         pace.took(step.number, time.monotonic() - begin)
-        heartbeat.tell(step.number, pace.until(step.number + 1, checkpoints.save_seconds))
+        heartbeat.tell(step.number, pace.until(step.number + 1, checkpoints.longest_save))
         with phases("save"):
             if step.number == loader.steps[-1]:
                 saving.last(checkpoints, taken(step.number))

@@ -131,6 +131,13 @@ def test_the_command_in_the_message_frees_the_directory_and_the_owner_notices(tm
     other.release()
 
 
+def test_processes_of_others_that_proc_hides_may_live(monkeypatch):
+    mine, other = living(), living()
+    monkeypatch.setattr(claims, "_begin", lambda process: -1)
+    assert other.has_ended(mine)
+    assert replace(other, user=mine.user + 1).has_ended(mine) is None
+
+
 def test_a_reboot_ends_all_owners_of_a_machine(tmp_path):
     before = replace(living(), boot="another")
     owner = take_claim(tmp_path, before)

@@ -77,6 +77,14 @@ def test_the_best_survive_also_in_a_run_that_was_resumed(tmp_path):
     assert sorted(map(step_of, find_checkpoints(tmp_path, "auto"))) == [2, 4, 6]
 
 
+def test_a_score_that_is_not_a_number_is_not_the_best(tmp_path):
+    made = store(tmp_path, Retention(1, 0, 1))
+    for step, score in enumerate((math.nan, 0.1, 0.5, 0.6), start=1):
+        made.scores[step] = score
+        made.save(step)
+    assert sorted(map(step_of, find_checkpoints(tmp_path, "auto"))) == [2, 4]
+
+
 @pytest.mark.parametrize(("save", "mtbf"), [(1, 3600), (60, 86400), (300, 3600), (10, 100)])
 def test_dalys_interval_loses_least(save, mtbf):
     """Against the expected time per unit of work, which is known in closed form (Daly, eq. 20)."""

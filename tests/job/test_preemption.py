@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -56,6 +57,19 @@ def test_a_file_asks_to_stop(requests, tmp_path):
     reasons = []
     wait_until(lambda: reasons.append(stop.agree(Group())) or reasons[-1])
     assert "STOP" in reasons[-1]
+
+
+def test_a_disk_that_fails_for_a_moment_asks_for_nothing(requests, tmp_path, monkeypatch):
+    stop = requests(file=tmp_path / "STOP")
+    stat = os.stat
+
+    def stale(path, *args, **named):
+        if os.fspath(path).endswith("STOP"):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stat(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", stale)
+    assert stop.agree(Group()) is None
 
 
 def test_former_handlers_come_back():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.errors import UserError, plural
+from hpc_train.errors import HpcTrainError, UserError, plural
 from hpc_train.job import preflight as checks
 from hpc_train.job.preflight import exchange, preflight, rounds
 from hpc_train.mpi.gpus import NVIDIA, Gpus
@@ -131,6 +132,16 @@ def test_too_little_space_for_a_checkpoint_is_told(job, monkeypatch, messages, t
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     text = messages(together, needed=5 << 30)
     assert job.world.rank or "less than a checkpoint's 5.00 GiB" in text
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_disk_that_does_not_tell_its_space_ends_all_ranks_alike(job, monkeypatch, together):
+    def failing(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(shutil, "disk_usage", failing)
+    with pytest.raises(HpcTrainError, match="Input/output error"):
+        checks.shared_directory(job.world, None, together, 0)
 
 
 @pytest.mark.ranks(2, 3, 4)

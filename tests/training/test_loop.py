@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from hpc_train.config import GradientsSection
 from hpc_train.data import Mixture
 from hpc_train.errors import CheckpointMismatch, ConfigError, Stopped, UserError
-from hpc_train.launch.protocol import DEADLINE
+from hpc_train.launch.protocol import DEADLINE, PROGRESS, read_progress
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -107,6 +107,12 @@ def test_a_stopped_loop_goes_on_bit_for_bit(job, together, stop_at):
     rest, resumed = train(job, together / "cut", dropout=0.3)
     assert rest == whole[stop_at:]
     assert all(torch.equal(mine, other) for mine, other in zip(resumed, weights, strict=True))
+
+
+def test_the_launcher_gives_a_program_any_time_after_its_loop(tmp_path, monkeypatch):
+    monkeypatch.setenv(PROGRESS, str(tmp_path / "progress.json"))
+    train(alone(), tmp_path / "run")
+    assert read_progress(tmp_path / "progress.json")[:2] == (15, 0.0)
 
 
 def test_the_last_step_has_a_checkpoint_and_a_finished_loop_nothing_to_do(tmp_path):

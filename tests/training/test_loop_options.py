@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
+from hpc_train.checkpoint.exchange import Exchange
 from hpc_train.config import GradientsSection, MemorySection
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import ConfigError, RankError, UserError
@@ -398,6 +401,35 @@ def test_background_saves_keep_the_registered_state_of_their_step(tmp_path):
     with torch.no_grad():
         whole.ema.module[0].weight.add_(1)
     assert torch.equal(saved, before)
+
+
+def test_a_save_in_the_background_holds_back_each_optimizer(tmp_path, monkeypatch):
+    bring = Exchange.bring
+
+    def late(*args, **named):
+        time.sleep(0.1)  # a step would not wait that long
+        return bring(*args, **named)
+
+    monkeypatch.setattr(Exchange, "bring", late)
+    parts = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    first, second = (torch.optim.SGD(part.parameters(), lr=1.0) for part in parts)
+    options = LoopOptions(every=1, keep=0, background=True)
+    with Loop(alone(), tmp_path, torch.nn.ModuleList(parts), first, options) as loop:
+        loop.register("second", second)
+        for part in parts:
+            torch.nn.init.zeros_(part.weight)
+        for _, batches in loop.epochs(data(), batch=BATCH, epochs=1):
+            for _ in batches:
+                sum(-part.weight.sum() for part in parts).backward()
+                second.step()
+                loop.step()
+                second.zero_grad()
+                first.zero_grad()
+    for path in tmp_path.glob("step-*"):
+        with safe_open(path, "pt") as saved:
+            weights = [saved.get_tensor(f"model.{part}.weight").item() for part in (0, 1)]
+        assert weights == [int(path.name[5:14])] * 2
+    assert not second._optimizer_step_pre_hooks
 
 
 class Held:

@@ -43,6 +43,7 @@ done
 export FLUX_F58_FORCE_ASCII=1 # ids without the letter that other programs may not read
 own=${FLUX_ENCLOSING_ID:-$("$flux" getattr jobid)}
 job=$("$flux" job id --to=f58plain "$own")
+unset HPC_TRAIN_DEADLINE # may be that of the job that has queued this one
 left=$("$flux" job timeleft 2>/dev/null) || left=
 if [ -n "$left" ] && [ "$left" -lt 4294967295 ]; then # this number says that there is no limit
     export HPC_TRAIN_DEADLINE=$(($(date +%s) + left))

@@ -50,6 +50,7 @@ job=$SLURM_JOB_ID
 if [ -n "$task" ] && [ -n "$SLURM_ARRAY_JOB_ID" ]; then
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one task's SLURM_JOB_ID stands for the whole array
 fi
+unset HPC_TRAIN_DEADLINE # may be that of the job that has queued this one
 if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
     SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
     SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:+$(date +%s -d "$SLURM_JOB_END_TIME" 2>/dev/null)}
