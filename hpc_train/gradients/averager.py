@@ -79,6 +79,14 @@ class GradientAverager(Protocol):
     def step(self) -> None:
         """Average, unless that is done, and call the optimizer's own `step`. Collective."""
 
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let each call of the closure of another optimizer's step average, and return a mean.
+
+        Args:
+            optimizer: trains a part of the model as well. Without a closure it needs no call of
+                this method: who reads gradients finds the mean.
+        """
+
     def expect(self, passes: int) -> None:
         """Get ready for steps with a known number of backward passes.
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+Closure = Callable[[], Any]
 Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -25,6 +26,21 @@ def before_step(optimizer: Optimizer, hook: Hook) -> RemovableHandle:
 def after_step(optimizer: Optimizer, hook: Hook) -> RemovableHandle:
     """Register a hook that is called after each step; see `before_step`."""
     return optimizer.register_step_post_hook(_uncompiled(hook))
+
+
+def replaced_closure(args: Any, kwargs: Any, change: Callable[[Closure], Closure]) -> Any:
+    """What a hook returns so that a step has another closure; None if the step has no closure.
+
+    Args:
+        args: of the step, as torch gives them to the hook.
+        kwargs: of the step, too.
+        change: makes the other closure.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+    rest = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], change(closure), *args[2:]), rest
 
 
 def _uncompiled(hook: Hook) -> Hook:

@@ -19,7 +19,7 @@ from hpc_train.gradients import added
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.census import Facts, Place, told
 from hpc_train.gradients.filling import Filling
-from hpc_train.gradients.hooks import after_step, before_step
+from hpc_train.gradients.hooks import Closure, after_step, before_step, replaced_closure
 from hpc_train.gradients.norms import total_norm
 from hpc_train.gradients.ownership import (
     claim,
@@ -383,18 +383,28 @@ class BucketAverager:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Average before the step; if the step has a closure, after each call of the closure."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        changed = replaced_closure(args, kwargs, self._averaged)
+        if changed is None:
             self.average()
-            return None
+        return changed
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Average after each call of another optimizer's closure, too (see `GradientAverager`)."""
+
+        def hook(_: Optimizer, args: Any, kwargs: Any) -> Any:
+            return replaced_closure(args, kwargs, self._averaged)
+
+        self._step_hooks.append(before_step(optimizer, hook))
+
+    def _averaged(self, closure: Closure) -> Closure:
+        """A closure after which gradients are averaged, and which returns the mean loss."""
 
         def averaged() -> Any:
             loss = closure()
             self.average()
             return loss if loss is None else self._mean(loss)
 
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], averaged, *args[2:]), rest
+        return averaged
 
     def _mean(self, loss: Tensor | float) -> Tensor:
         """The mean of the ranks' losses, for optimizers with a line search. Collective."""

@@ -290,14 +290,6 @@ class Loop(Stepping):
         elif not self._begun:
             self._enough = True
 
-    @property
-    def step_number(self) -> int:
-        """The number of the step whose batch was given last, from 1; 0 before the first one.
-
-        It continues after a restart. So a learning rate that depends on it alone need not be saved.
-        """
-        return self._given
-
     def close(self) -> None:
         """Release what the loop holds, after a last checkpoint if it was left early. Collective.
 
@@ -355,6 +347,7 @@ class Loop(Stepping):
                     )
             self.registered.add(name, thing)
         if isinstance(thing, Optimizer):
+            self.averager.follow(thing)
             self.checkpoints.hold_back(thing)
 
     def record(self, **values: torch.Tensor | float) -> dict[str, float]:

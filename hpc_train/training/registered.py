@@ -178,7 +178,8 @@ class Registered(ExtraState):
         if lost:
             logger.warning(
                 "the loop's optimizer does not have %s of the model, such as %s: if another "
-                "optimizer does, give it to loop.register, else a resumed run lacks its state",
+                "optimizer does, give it to loop.register, else a resumed run lacks its state, "
+                "and a closure of its step returns the loss of its rank alone",
                 plural(len(lost), "trained parameter"),
                 lost[0],
             )

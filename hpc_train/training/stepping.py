@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hpc_train.errors import UserError
 from hpc_train.gradients import LossScaler
+from hpc_train.gradients.hooks import Closure, replaced_closure
 from hpc_train.gradients.scaling import clip_factor, clip_gradients
 from hpc_train.training.delivery import Delivery
 
@@ -46,6 +47,14 @@ class Stepping(Delivery):
             loss = self.scaler.scaled(loss)
             self._is_scaled = True
         loss.backward()
+
+    @property
+    def step_number(self) -> int:
+        """The number of the step whose batch was given last, from 1; 0 before the first one.
+
+        It continues after a restart. So a learning rate that depends on it alone need not be saved.
+        """
+        return self._given
 
     def step(self) -> bool:
         """Average the gradients and take the optimizer's step. Collective.
@@ -117,20 +126,21 @@ class Stepping(Delivery):
                 "the loop has clip_norm, and GradScaler leaves gradients scaled for this optimizer",
                 "call scaler.unscale_(optimizer) before scaler.step(optimizer)",
             )
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+
+        def clipped(closure: Closure) -> Closure:
+            def called() -> Any:
+                loss = closure()
+                self.clip(self.options.clip_norm)
+                return loss
+
+            return called
+
+        changed = replaced_closure(args, kwargs, clipped)
+        if changed is None:
             if not self._clipped:
                 self.clip(self.options.clip_norm)
             self._clipped = True
-            return None
-
-        def clipped() -> Any:
-            loss = closure()
-            self.clip(self.options.clip_norm)
-            return loss
-
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], clipped, *args[2:]), rest
+        return changed
 
     def clip(self, max_norm: float) -> float:
         """Average the gradients, and scale them down if their norm is larger. Collective.

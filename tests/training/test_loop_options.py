@@ -248,6 +248,42 @@ def test_a_closure_is_clipped_each_time(job, together):
     close(job_.state(), plain(clip=0.05, optimizer=lbfgs))
 
 
+def search_then_step(model, searching, stepping, batch):
+    """Train one layer by a line search, then the other one by a step."""
+    inputs, targets = batch
+
+    def closure():
+        searching.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    searching.step(closure)
+    stepping.zero_grad()
+    cross_entropy(model(inputs), targets).backward()
+    stepping.step()
+
+
+@pytest.mark.mpi
+def test_the_closure_of_another_optimizer_returns_the_mean_too(job, together):
+    def made():
+        model = make_model("plain")
+        search = {"lr": 0.5, "max_iter": 3, "line_search_fn": "strong_wolfe"}
+        return model, torch.optim.LBFGS(model[3].parameters(), **search), sgd(model[0].parameters())
+
+    model, searching, stepping = made()
+    with Loop(job, together / "run", model, stepping, LoopOptions()) as loop:
+        loop.register("searching", searching)
+        for _, batches in loop.epochs(data(), batch=BATCH, epochs=2):
+            for batch in batches:
+                search_then_step(model, searching, stepping, batch)
+    alone, searching, stepping = made()
+    samples, order = data(), SampleOrder(SAMPLES, BATCH)
+    for step in range(1, 2 * order.steps_per_epoch + 1):
+        search_then_step(alone, searching, stepping, samples[order.indices(step, 0, BATCH)])
+    close(list(model.state_dict().values()), list(alone.state_dict().values()))
+
+
 @pytest.mark.mpi
 def test_local_steps_are_the_mean_of_ranks_that_train_alone(job, together):
     every, size = 2, job.world.size
