@@ -130,6 +130,11 @@ def reserve(descriptor: int, begin: int, nbytes: int) -> None:
         os.ftruncate(descriptor, begin + nbytes)
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is such a file; False, too, where the file system gives an error."""
+    return os.path.exists(path)  # noqa: PTH110  # Path.exists raises such an error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that readers see the old or the new content, never a part of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

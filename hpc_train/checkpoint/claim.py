@@ -224,7 +224,12 @@ class Claim:
             return None  # nobody can tell, and the next write will fail by itself
         if newest == self.number and (owner is None or owner.token == self.token):
             return None
-        by = f"taken over by {owner}" if owner is not None else "taken from it"
+        if owner is None and not files.is_there(self.folder.parent):
+            return ClaimError(
+                f"{self.folder.parent} was removed, and its checkpoints with it",
+                "start again in a new directory",
+            )
+        by = f"taken over by {owner}" if owner is not None else "taken from this job"
         return ClaimError(
             f"{self.folder.parent} was {by}, so this job writes no more to it",
             "start it again when no other job trains there: it goes on from the last checkpoint",

@@ -87,6 +87,8 @@ def start_from(
     sources: list[_Source] = []  # of rank 0
 
     def choose() -> list[str]:
+        for key, patterns in (("include", include), ("exclude", exclude)):
+            _check_patterns(key, patterns, list(forms))
         wanted = {name: f for name, f in forms.items() if selected(name, include, exclude)}
         whole = len(wanted) == len(forms)
         source = _open(path)
@@ -275,6 +277,16 @@ def _converted(
         return change(source.read(theirs))
 
     return _Source(source.path, forms, read, source.about)
+
+
+def _check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(
+                f"checkpoint.{key}: the model has no tensor {pattern}; "
+                f"the first ones are {_few(names)}",
+                "name it as there",
+            )
 
 
 def _check(

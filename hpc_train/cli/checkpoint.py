@@ -79,10 +79,12 @@ def run(arguments: Sequence[str]) -> int:
         return verify_checkpoints(given.checkpoint, every=given.all)
     if given.action == "diff":
         return diff(given.first, given.second, every=given.all)
+    for key in {"peft": ("include", "exclude", "dtype"), "gpt2": ("include", "exclude")}.get(
+        given.to, ()
+    ):
+        if getattr(given, key):
+            raise ConfigError(f"--{key} is given with --to {given.to}", f"leave out --{key}")
     if given.to == "peft":
-        for key in ("include", "exclude", "dtype"):
-            if getattr(given, key):
-                raise ConfigError(f"--{key} is given with --to peft", f"leave out --{key}")
         return export_to_peft(given.checkpoint, given.out)
     patterns = given.include, given.exclude
     return export(given.checkpoint, given.out, *patterns, given.dtype, gpt2=bool(given.to))

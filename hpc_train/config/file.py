@@ -57,6 +57,8 @@ def check_file(path: Path) -> bool:
     Raises:
         ConfigError: the file cannot be read, is no configuration, or has an unknown key.
     """
+    if path.is_fifo():
+        raise ConfigError(f"{path} is a pipe, which cannot be read twice", "write it to a file")
     tree = keys.read_mapping(path, "configuration")
     for name, section in tree.items():
         if name in SECTIONS:
@@ -199,6 +201,8 @@ def _expanded(key: str, value: Any, later: Collection[str]) -> Any:
         return value | {k: _expanded(key, path, later) for k, path in value.items() if k == "path"}
     if not isinstance(value, str):
         return value
+    if "\0" in value:
+        raise ConfigError(f"{key} has the character NUL", "give a path")
     made = os.path.expandvars(value)
     unset = re.search(r"\$(?:\{(\w*)\}|(\w*))", made)
     why = f"the variable {unset[1] or unset[2]} is not set" if unset and unset[0] != "$" else ""

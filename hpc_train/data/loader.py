@@ -171,7 +171,7 @@ class Loader:
         self.order = order
         self.parts_of = parts if callable(parts) else lambda step: parts
         self.steps = range(first_step, last_step + 1)
-        self.prefetch, self.workers = prefetch, workers
+        self.prefetch, self.workers = min(prefetch, len(self.steps)), workers
         self.ahead = 0  # number of micro-batches that are read ahead
         self.give_up: Callable[[], bool] = lambda: False
         self.counted: Callable[[Any], int] | None = None
@@ -180,7 +180,7 @@ class Loader:
         # `_places` holds one item for each free place. A queue.Queue of limited size is slower.
         self._queue: queue.SimpleQueue[Step | int | BaseException] = queue.SimpleQueue()
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(max(1, prefetch)):
+        for _ in range(max(1, self.prefetch)):
             self._places.put(None)
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import psutil
 
+from hpc_train import files
 from hpc_train.job.leaving import check_left_by_all
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
@@ -172,7 +173,7 @@ class StopRequests:
         now = time.time()
         if look and self.file is not None and now - self._looked >= STOP_FILE_SECONDS:
             self._looked = now
-            if os.path.exists(self.file):  # noqa: PTH110  # False, too, where the disk gives an error
+            if files.is_there(self.file):
                 return STOP_FILE
         ends = [] if self.time_limit is None else [self._started + self.time_limit]
         ends += [] if self.end is None else [self.end]

@@ -114,7 +114,7 @@ class Profiler:
         if now - self._looked < REQUEST_SECONDS:
             return False
         self._looked = now
-        return os.path.exists(self.folder / PROFILE_REQUEST)  # noqa: PTH110  # raises nothing
+        return files.is_there(self.folder / PROFILE_REQUEST)
 
     def take_request(self, step: int) -> None:
         """Plan the profile that was asked for. Collective.

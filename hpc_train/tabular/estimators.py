@@ -301,10 +301,11 @@ def _of_target(y: Any) -> np.ndarray:
     if y is None:
         raise ValueError("fit requires y to be passed, but the target y is None")
     check_even(y, "y")
-    if str(getattr(y, "dtype", "")) == "boolean" and not y.isna().any():
-        y = y.astype(bool)  # scikit-learn would make numbers of pandas' truth values
+    # scikit-learn would make float64 of pandas' integers and truth values.
     if is_frame(y):
         y = _of_labels(y)
+    elif hasattr(y, "isna") and getattr(y.dtype, "kind", "O") in "biu" and not y.isna().any():
+        y = y.to_numpy(_plain(y.dtype))
     values: np.ndarray = check_array(
         y, ensure_2d=False, dtype=None, ensure_all_finite=False, input_name="y"
     )
@@ -317,6 +318,13 @@ def _of_target(y: Any) -> np.ndarray:
 
 
 def _of_labels(y: Any) -> Any:
-    """A DataFrame as an array, if it has labels: scikit-learn makes objects of pandas' numbers."""
-    labels = y.shape[1] > 1 and all(one.kind in "biu" for one in y.dtypes)
-    return y.to_numpy(np.int64) if labels and not y.isna().any(axis=None) else y
+    """A DataFrame of integers or truth values as an array; others as they are."""
+    if not all(one.kind in "biu" for one in y.dtypes) or y.isna().any(axis=None):
+        return y
+    return y.to_numpy(np.int64 if y.shape[1] > 1 else _plain(y.dtypes.iloc[0]))
+
+
+def _plain(dtype: Any) -> np.dtype[Any]:
+    """NumPy's type for a type of pandas."""
+    made: np.dtype[Any] = np.dtype(getattr(dtype, "numpy_dtype", dtype))
+    return made

@@ -9,6 +9,7 @@ Rajbhandari et al., "ZeRO-Infinity", SC 2021, who keep the state in host memory 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -113,10 +114,12 @@ def _reserved(folder: Path, nbytes: int) -> int:
             os.close(descriptor)
             raise
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(
             f"memory.offload: {folder} cannot take {size(nbytes)} of the optimizer's state "
             f"({error.strerror})",
-            "give a folder on the node's own disk, with more room",
+            "give a folder on the node's own disk, "
+            + ("with more room" if full else "which is there and may be written to"),
         ) from None
     return descriptor
 

@@ -123,12 +123,19 @@ def test_the_command_in_the_message_frees_the_directory_and_the_owner_notices(tm
     with pytest.raises(ClaimError, match="in use by process"):
         take_claim(tmp_path, living())
     shutil.rmtree(tmp_path / ".claim")
-    with pytest.raises(ClaimError, match="taken from it"):
+    with pytest.raises(ClaimError, match="taken from this job"):
         owner.check()
     other = take_claim(tmp_path, living())
     owner.release()
     other.check()  # which has the same number
     other.release()
+
+
+def test_a_directory_that_was_removed_is_told(tmp_path):
+    owner = take_claim(tmp_path / "run", living())
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ClaimError, match="run was removed, and its checkpoints with it: start"):
+        owner.check()
 
 
 def test_processes_of_others_that_proc_hides_may_live(monkeypatch):

@@ -138,7 +138,9 @@ def test_a_deeper_model_can_take_the_layers_that_there_are(source, caplog):
     [
         ({"layers": 4}, {}, CheckpointMismatch, "has no blocks.3.norm_attention.weight.*exclude+"),
         ({"vocab": 50}, {}, CheckpointMismatch, r"embedding.token.weight is F64 \[40, 24\], the"),
-        ({}, {"include": ["nothing"]}, ConfigError, "leave no tensor .* embedding.token.weight"),
+        ({}, {"include": ["a.*"]}, ConfigError, r"include: the model has no tensor a\.\*; the fir"),
+        ({}, {"exclude": ["*.bias", "haed"]}, ConfigError, "exclude: the model has no tensor haed"),
+        ({}, {"exclude": ["*"]}, ConfigError, "leave no tensor .* embedding.token.weight"),
     ],
 )
 def test_what_does_not_fit_is_named(source, changes, patterns, error, told):

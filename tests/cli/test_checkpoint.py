@@ -82,6 +82,12 @@ def test_diff_tells_tensors_and_numbers(trained):
     assert "more: --all shows them" in few
 
 
+@pytest.mark.parametrize(("to", "key"), [("peft", "dtype"), ("gpt2", "include")])
+def test_a_part_that_another_program_could_not_open_is_refused(to, key):
+    said = checkpoint("export", "run", "--to", to, "--out", "it", f"--{key}", "float32", code=2)
+    assert f"--{key} is given with --to {to}: leave out --{key}" in said
+
+
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 def test_export_gives_the_models_tensors(trained, tmp_path, suffix):
     target = tmp_path / f"model{suffix}"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from hpc_train import config
@@ -173,6 +175,18 @@ def test_a_file_behind_options_is_named():
         ConfigError, match=r"my.yaml comes after other words: give one file, before"
     ):
         load(None, ["--run.steps", "2", "my.yaml"])
+
+
+def test_a_file_that_cannot_be_read_twice_is_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is a pipe, which cannot be read twice: write it"):
+        load(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.cache", "checkpoint.weights"])
+def test_a_path_with_a_character_that_no_path_has_is_named(key):
+    with pytest.raises(ConfigError, match=f"{key} has the character NUL: give a path"):
+        load(None, [f"--{key}", "a\0b"])
 
 
 def test_a_missing_file_is_named():

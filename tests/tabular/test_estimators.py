@@ -239,6 +239,15 @@ def test_truth_values_of_pandas_are_classes():
         Classifier().fit(X, pd.Series([True, None] * 20, dtype="boolean"))
 
 
+@pytest.mark.filterwarnings("ignore:A column-vector y")
+@pytest.mark.parametrize("frame", [False, True])
+def test_large_integers_of_pandas_are_classes(frame):
+    X, y = curve(40)
+    large = pd.Series((y > np.median(y)) + 2**60, dtype="Int64")
+    model = Classifier(steps=2).fit(X, large.to_frame() if frame else large)
+    assert model.classes_.tolist() == [2**60, 2**60 + 1]
+
+
 @pytest.mark.parametrize("dtype", ["Int64", "boolean"])
 def test_numbers_of_pandas_are_labels(dtype):
     X, y = curve(40)

@@ -61,7 +61,7 @@ def test_a_disk_without_room_is_told_at_the_start(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(UserError, match="No such file or directory"):
+    with pytest.raises(UserError, match=r"No such file or directory\): give .* which is there"):
         make(config(tmp_path / "run", "--memory.offload", str(tmp_path / "no")), ALONE)
 
 
