@@ -68,7 +68,6 @@ class Scheduler:
         submits, deletes: the words that queue a script, and that end jobs.
         id_line: the line in the answer to `submits` that has the job's id, as a regular expression
             of both Python and `sed -E`. The id is its second group. Sites print other lines, too.
-        chains: whether several jobs can be queued at once, each waiting for the one before it.
         requeues: whether it can queue the same job again.
         arrays: the variable that has a task's number; "" if there are no arrays. Then each task is
             a job of its own, with the number in HPC_TRAIN_TASK.
@@ -89,7 +88,6 @@ class Scheduler:
     submits: ClassVar[Sequence[str]]
     id_line: ClassVar[str] = ""
     deletes: ClassVar[Sequence[str]] = ()
-    chains: ClassVar[bool] = False
     requeues: ClassVar[bool] = False
     arrays: ClassVar[str] = ""
     first_task: ClassVar[int] = 0

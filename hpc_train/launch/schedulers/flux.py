@@ -41,7 +41,6 @@ class Flux(Scheduler):
     submits = ("flux", "batch")
     id_line = "()([A-Za-z0-9]+)"
     deletes = ("flux", "cancel")
-    chains = True
     refused: ClassVar[Mapping[str, str]] = {
         "qos": LEAVE,
         "tasks_at_once": LEAVE,

@@ -40,7 +40,6 @@ class Slurm(Scheduler):
     submits = ("sbatch", "--parsable")
     id_line = "(Submitted batch job )?([0-9]+)(;.*)?"  # the cluster's name follows a semicolon
     deletes = ("scancel",)
-    chains = True
     requeues = True
     arrays = "SLURM_ARRAY_TASK_ID"
     gpu_option = "--gpus-per-node="
