@@ -146,32 +146,29 @@ class ShardFiles(Renewed, Generic[S]):
                 self._read(numbers[part], begins[part], sizes, memories[part], dataset)
                 self._keep_open(self._most)
 
-    def read_one(
-        self, number: int, begin: int, memory: memoryview, dataset: str = "tokens"
-    ) -> None:
-        """Make one read, as `read` does, but make no arrays: they would cost as much as the read.
+    def read_one(self, number: int, begin: int, memory: memoryview) -> None:
+        """Read tokens as `read` does, but make no arrays: they would cost as much as the read.
 
         Args:
             number: the shard.
             begin: the first byte in the dataset.
             memory: is filled; it has at least one byte.
-            dataset: the dataset to read from.
 
         Raises:
             DataError: as `read` raises it.
         """
         with self._reading:
             self._open_all((number,))
-            first = begin + int(self._first_byte[dataset][number])
+            first = begin + int(self._first_byte["tokens"][number])
             last = first + len(memory) - 1
             blocks = self.verified[first >> BLOCK_BITS : (last >> BLOCK_BITS) + 1]
             where = int(np.bitwise_and.reduce(blocks))
             key = ~number if where & COPY else number
-            place = begin + int(self._offset[dataset][number])
-            counts = self._counts(dataset, [key], [place], [[memory]]) if where else []
+            place = begin + int(self._offset["tokens"][number])
+            counts = self._counts("tokens", [key], [place], [[memory]]) if where else []
             if counts != [len(memory)]:
                 arrays = np.array([number]), np.array([begin])
-                self._read(*arrays, len(memory), [[memory]], dataset)
+                self._read(*arrays, len(memory), [[memory]], "tokens")
             self._keep_open(self._most)
 
     def _read(
