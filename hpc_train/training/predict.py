@@ -22,7 +22,7 @@ from torch import Tensor
 from hpc_train import files
 from hpc_train.data.prepare.dealing import Dealing
 from hpc_train.data.prepare.foreign import import_pyarrow
-from hpc_train.data.prepare.partial import ShardPortion, key_of
+from hpc_train.data.prepare.partial import ShardPortion, key_of_tree
 from hpc_train.data.tables.features import UNKNOWN, TableFeatures
 from hpc_train.data.tables.schema import Column, ColumnKind, TableSchema, parse_schema
 from hpc_train.data.tables.sources import list_tables, read_rows, table_columns
@@ -141,7 +141,7 @@ def plan_predictions(trained: TrainedModel, options: PredictOptions) -> Predicti
     given = TableOptions(wrong=options.wrong, quoted_newlines=options.quoted_newlines)
     request = table_request(options.paths, options.out, schema, given)
     tree = [request.key, options.batch, options.columns, trained.about, trained.hashes.hex()]
-    return PredictionPlan(request, columns, key_of(tree))
+    return PredictionPlan(request, columns, key_of_tree(tree))
 
 
 def features_read_by(trained: TrainedModel) -> TableFeatures:

@@ -319,7 +319,7 @@ def load_plan(
     return replace(made, finished=frozenset(finished))
 
 
-def key_of(tree: Any) -> str:
+def key_of_tree(tree: Any) -> str:
     """The hash of JSON values that a result depends on."""
     return hashlib.blake2b(json.dumps(tree).encode(), digest_size=16).hexdigest()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_train.data.prepare.foreign import USUAL_LAYOUT, TokenLayout, list_token_files, one_type
 from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
-from hpc_train.data.prepare.partial import check_outside, check_sizes, check_target, key_of
+from hpc_train.data.prepare.partial import check_outside, check_sizes, check_target, key_of_tree
 from hpc_train.data.prepare.portions import split_inputs, whole_parts
 from hpc_train.data.prepare.texts import TEXT_PIECE_BYTES, list_texts, only_texts
 from hpc_train.data.tokenizer import BYTES, describe_tokenizer, loads
@@ -51,7 +51,7 @@ class PrepareRequest:
             dict(self.options),
             [[*vars(file).values()] for file in self.listed],
         ]
-        return key_of(tree)
+        return key_of_tree(tree)
 
 
 def text_request(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpc_train.data.prepare.partial import check_outside, check_sizes, key_of
+from hpc_train.data.prepare.partial import check_outside, check_sizes, key_of_tree
 from hpc_train.data.tables.features import RawColumns
 from hpc_train.data.tables.fixed import FeatureOptions
 from hpc_train.data.tables.schema import TableSchema
@@ -66,7 +66,7 @@ class TableRequest:
             asdict(self.options),
             [asdict(file) for file in self.files],
         ]
-        return key_of(tree)
+        return key_of_tree(tree)
 
 
 def table_request(
