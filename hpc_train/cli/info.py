@@ -11,13 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.cli.verb import COUNT, Parser, make_console
+from hpc_train.cli.verb import COUNT, Parser, make_console, plain_table
 from hpc_train.errors import plural
 from hpc_train.times import time_text
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from hpc_train.job.communication.figures import CollectiveFigure
     from hpc_train.job.communication.timing import WantedFigures
     from hpc_train.mpi.runtime import Runtime
@@ -288,10 +286,10 @@ def show_figures(figures: Sequence[CollectiveFigure]) -> None:
     for scope, operation in dict.fromkeys((f.scope, f.operation) for f in figures):
         mine = [f for f in figures if (f.scope, f.operation) == (scope, operation)]
         console.print(f"\n{operation}, {SCOPES[scope]} ({plural(mine[0].ranks, 'rank')})")
-        console.print(_table(*_columns(mine)))
+        console.print(plain_table(*_columns(mine), figures=True))
     console.print("\nat a glance")
     heads = ("", "", "latency, bare MPI", "size", "fastest", "GB/s", "bare MPI's time / its time")
-    console.print(_table(heads, _glance(figures)))
+    console.print(plain_table(heads, _glance(figures), figures=True))
     print(
         "\nThe time is the median of the repeats, each on its slowest rank. In brackets is half of "
         "the distance\nbetween the quartiles. GB/s is the bus bandwidth of nccl-tests, 10^9 bytes "
@@ -341,15 +339,3 @@ def _glance(figures: Sequence[CollectiveFigure]) -> Iterator[list[str]]:
             yield [operation, scope, latency, bytes_text(size), best.implementation, speed, ratio]
         else:
             yield [operation, scope, latency, "-", best.implementation, "-", ratio]
-
-
-def _table(heads: Sequence[str], rows: Sequence[list[str]] | Iterator[list[str]]) -> Table:
-    """A table without styles: under Open MPI ranks see a terminal where a batch log is written."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
-    for head in heads:
-        table.add_column(head, justify="left" if head == "" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import (
@@ -32,8 +31,10 @@ def options() -> Parser:
         "command of each rank: train CONFIG.yaml with its options, or any program.",
         epilog=EXIT_CODES,
     )
-    made.add_argument("-np", **COUNT, help="number of ranks (default: all slots)")
-    made.add_argument("-H", metavar="HOSTS", help="hosts with their slots: node1:4,node2:4")
+    made.add_argument("-np", dest="ranks", **COUNT, help="number of ranks (default: all slots)")
+    made.add_argument(
+        "-H", dest="hosts", metavar="HOSTS", help="hosts with their slots: node1:4,node2:4"
+    )
     made.add_argument("--hostfile", metavar="FILE", help="hosts, one per line: node1 slots=4")
     made.add_argument(
         "--ranks_per_node",
@@ -42,6 +43,7 @@ def options() -> Parser:
     )
     made.add_argument(
         "--launcher",
+        dest="program",
         choices=PROGRAMS,
         metavar="PROGRAM",
         help=f"the launcher to use: {', '.join(PROGRAMS)} (default: the first that works here)",
@@ -53,6 +55,7 @@ def options() -> Parser:
     )
     made.add_argument(
         "--max_restarts",
+        dest="restarts",
         type=not_negative,
         default=0,
         metavar="K",
@@ -92,21 +95,4 @@ def run(arguments: Sequence[str]) -> int:
         raise UserError(error.cause, remedy) from None
     from hpc_train.launch.command import LaunchRequest, launch
 
-    return launch(
-        LaunchRequest(
-            arguments[cut + 1 :],
-            given.np,
-            given.H,
-            Path(given.hostfile) if given.hostfile else None,
-            given.ranks_per_node,
-            given.launcher,
-            given.max_restarts,
-            given.cores,
-            given.dry_run,
-            given.cold,
-            given.line,
-            given.image,
-            given.image_tool,
-            given.image_options,
-        )
-    )
+    return launch(LaunchRequest(arguments[cut + 1 :], **vars(given)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.shared_portions import run_on_files, share_portions
@@ -176,13 +177,13 @@ def predict_together(
         folders: list[Path] = []  # on rank 0
         plan = from_first(world, begun)
         quotes = from_first(world, lambda: begin_quotes(plan.request, folders[0]))
-        share_portions(world, quotes, lambda dealing: work_on(quotes, dealing, make_quotes))
+        share_portions(world, quotes, partial(work_on, make=make_quotes))
         rows = from_first(world, lambda: begin_rows(plan.request, folders[0]))
         count = torch.get_num_threads() if device.type == "cpu" else 1
         with agreed(world):
             predictor = TablePredictor(
                 trained, plan, wanted.batch, held.enter_context(single_threads(count))
             )
-        share_portions(world, rows, lambda dealing: work_on(rows, dealing, predictor.make_part))
+        share_portions(world, rows, partial(work_on, make=predictor.make_part))
         loss = loss_of_checkpoint(trained)
         return from_first(world, lambda: put_together(rows, plan.columns, loss, wanted.scores))

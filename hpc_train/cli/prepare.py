@@ -158,5 +158,5 @@ def prepare_together(world: Group, make: Callable[[], PrepareRequest]) -> Manife
 
     with ExitStack() as held:  # rank 0 holds the partial folder until all ranks are ready
         preparation = from_first(world, lambda: held.enter_context(begun(make())))
-        share_portions(world, preparation, lambda dealing: work(preparation, dealing))
+        share_portions(world, preparation, work)
         return from_first(world, lambda: finish(preparation))

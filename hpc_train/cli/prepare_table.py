@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.shared_portions import share_portions
@@ -226,21 +227,18 @@ def prepare_table_together(world: Group, make: Callable[[], TableRequest]) -> Ta
         DataError: as `prepare_table`; on all ranks.
         SetupError: a library is needed and missing; on all ranks.
     """
-    from hpc_train.data.tables.prepare_table import STAGES, begun_table, finish_table, work_on
+    from hpc_train.data.prepare.partial import held_partial
+    from hpc_train.data.tables.prepare_table import STAGES, finish_table, work_on
     from hpc_train.mpi.agreement import from_first
 
     with ExitStack() as held:  # rank 0 holds the partial folder until all ranks are ready
 
         def begun() -> tuple[TableRequest, Any]:
             request = make()
-            return request, held.enter_context(begun_table(request))
+            return request, held.enter_context(held_partial(request.target, request.key))
 
         request, folder = from_first(world, begun)
         for begin, make_portion in STAGES:
-            preparation = from_first(world, lambda begin=begin: begin(request, folder))  # type: ignore[misc]
-            share_portions(
-                world,
-                preparation,
-                lambda dealing, of=preparation, make=make_portion: work_on(of, dealing, make),  # type: ignore[misc]
-            )
+            preparation = from_first(world, partial(begin, request, folder))
+            share_portions(world, preparation, partial(work_on, make=make_portion))
         return from_first(world, lambda: finish_table(preparation))

@@ -52,7 +52,7 @@ def holds_hdf5(path: str) -> bool:
 
 
 def share_portions(
-    world: Group, preparation: Preparation[Any], work: Callable[[Dealing], None]
+    world: Group, preparation: Preparation[Any], work: Callable[[Dealing[Any]], None]
 ) -> None:
     """Work on all ranks until all portions of a preparation are made. Collective.
 

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.cli.verb import Parser, make_console, show_help
+from hpc_train.cli.verb import Parser, make_console, plain_table, show_help
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from hpc_train.mpi.placement import Placement
     from hpc_train.mpi.runtime import Runtime
 
@@ -126,8 +124,8 @@ def draw(shown: dict[str, Any]) -> None:
     console = make_console()
     sizes = " x ".join(f"{axis} {shown[axis]}" for axis in AXES)
     console.print(f"{sizes}, nodes: {len(shown['nodes'])}")
-    console.print(_table(NODE_HEADS, _rank_rows(shown["nodes"])))
-    console.print(_table(GROUP_HEADS, _group_rows(shown)))
+    console.print(plain_table(NODE_HEADS, _rank_rows(shown["nodes"])))
+    console.print(plain_table(GROUP_HEADS, _group_rows(shown)))
     if shown["warning"]:
         console.print(f"warning: {shown['warning']}", soft_wrap=True)
 
@@ -145,16 +143,6 @@ def _rank_rows(nodes: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 def _group_rows(shown: dict[str, Any]) -> Iterator[list[str]]:
     for axis, counts in shown["groups"].items():
         yield [axis, str(shown[axis]), *(str(count) for count in counts.values())]
-
-
-def _table(heads: Sequence[str], rows: Iterable[list[str]]) -> Table:
-    """A table without styles: under Open MPI ranks see a terminal where a batch log is written."""
-    from rich.table import Table
-
-    table = Table(*heads, box=None, padding=(0, 2, 0, 0), header_style="")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def spans(numbers: Sequence[int]) -> str:

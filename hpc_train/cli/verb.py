@@ -11,9 +11,10 @@ from hpc_train.errors import EXIT_USER, UserError
 from hpc_train.launch import IMAGE_TOOLS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from rich.console import Console
+    from rich.table import Table
 
 EXIT_CODES = (
     "exit codes: 0 finished; 75 stopped early with a checkpoint, run it again to resume; "
@@ -147,3 +148,23 @@ def make_console(width: int | None = None) -> Console:
             raise
 
     return Piped(highlight=False, width=width)
+
+
+def plain_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, figures: bool = False
+) -> Table:
+    """A table without styles: under Open MPI ranks see a terminal where a batch log is written.
+
+    Args:
+        heads: the heads of the columns.
+        rows: the texts of each row.
+        figures: whether no text is wrapped, and columns with a head are aligned right.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    for head in heads:
+        table.add_column(head, justify="right" if figures and head else "left", no_wrap=figures)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -265,12 +265,17 @@ def parse_manifest(tree: Any) -> Manifest:
     check_number("vocab", given["vocab"], 1, 1 << 8 * TOKEN_BYTES[dtype])
     check_number("documents", given["documents"], 0, LARGEST_SIZE)
     check_text("tokenizer", given["tokenizer"], PLAIN_NAME, "a plain file name")
-    shards = parse_splits(splits, lambda what, found: _shard(what, found, dtype))
+    shards = parse_splits(splits, Shard, dtype)
     manifest = Manifest(**{**given, "splits": shards})
-    if tree["hash"] != manifest.digest:
-        found = short_value(tree["hash"])
-        raise ValueError(f"its hash is {found}, but its content has the hash {manifest.digest}")
+    check_hash(tree, manifest.digest)
     return manifest
+
+
+def check_hash(tree: Any, digest: str) -> None:
+    """Raise a ValueError unless a manifest has the hash of its content."""
+    if tree["hash"] != digest:
+        found = short_value(tree["hash"])
+        raise ValueError(f"its hash is {found}, but its content has the hash {digest}")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -282,15 +287,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def parse_splits(splits: Any, make: Callable[[str, Any], _S]) -> dict[str, tuple[_S, ...]]:
+def parse_splits(splits: Any, kind: type[_S], dtype: str) -> dict[str, tuple[_S, ...]]:
     """Make the shards of each split from their JSON trees, and check them together.
 
     Args:
         splits: the tree of all splits.
-        make: makes a shard of its name in messages and its tree.
+        kind: the class of a shard.
+        dtype: the type of what the shards' first dataset has.
 
     Raises:
-        ValueError: the tree is not one of splits, or as `make` raises it.
+        ValueError: the tree is not one of splits, or a value is not allowed.
     """
     if not isinstance(splits, dict) or not set(splits) <= {*SPLITS}:
         raise ValueError(f"splits are {short_value(splits)}, not some of {', '.join(SPLITS)}")
@@ -298,8 +304,9 @@ def parse_splits(splits: Any, make: Callable[[str, Any], _S]) -> dict[str, tuple
     for split, trees in splits.items():
         if not isinstance(trees, list):
             raise ValueError(f"split {split} is not a list of shards")
-        named = enumerate(trees)
-        shards[split] = tuple(make(f"shard {n} of {split}", tree) for n, tree in named)
+        shards[split] = tuple(
+            _shard(kind, f"shard {n} of {split}", tree, dtype) for n, tree in enumerate(trees)
+        )
     every = [shard for some in shards.values() for shard in some]
     if len({shard.name for shard in every}) < len(every):
         raise ValueError("two shards have the same name")
@@ -308,15 +315,18 @@ def parse_splits(splits: Any, make: Callable[[str, Any], _S]) -> dict[str, tuple
     return shards
 
 
-def _shard(what: str, tree: Any, dtype: str) -> Shard:
-    check_keys(what, tree, [field.name for field in fields(Shard)])
-    check_text(f"{what}: name", tree["name"], PLAIN_NAME, "a plain file name")
-    if tree["source"] != "":
-        check_text(f"{what}: source", tree["source"], PLAIN_NAME, "a plain file name")
+def _shard(kind: type[_S], what: str, tree: Any, dtype: str) -> _S:
+    keys = [*kind.__annotations__]
+    check_keys(what, tree, keys)
+    for key in ("name", "source"):
+        if key in keys and (key, tree[key]) != ("source", ""):
+            check_text(f"{what}: {key}", tree[key], PLAIN_NAME, "a plain file name")
     check_text(f"{what}: hash", tree["hash"], HASH, "32 hexadecimal digits")
-    for key in ("file_bytes", "tokens", "offset", "documents", "documents_offset", "hashes_offset"):
-        check_number(f"{what}: {key}", tree[key], 1 if key == "tokens" else 0, LARGEST_SIZE)
-    shard = Shard(**tree)
+    for key in keys:
+        if key not in ("name", "source", "hash"):
+            least = 1 if key in ("tokens", "rows") else 0
+            check_number(f"{what}: {key}", tree[key], least, LARGEST_SIZE)
+    shard = kind(**tree)
     for name, (offset, nbytes) in shard.extents(dtype).items():
         if offset + nbytes > shard.file_bytes and not (name == "tokens" and shard.source):
             raise ValueError(f"{what}: its {name} end behind the end of the file")

@@ -11,14 +11,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpc_train.data.manifest import PREPARE_AGAIN, Shard
-from hpc_train.data.shard_files import ShardFiles
+from hpc_train.data.shard_files import Renewed, ShardFiles
 from hpc_train.errors import DataError
 
 PACKED_TOGETHER = 4096  # documents that are packed together
@@ -192,7 +192,7 @@ class DocumentWindows:
         return edges
 
 
-class PackedDataset:
+class PackedDataset(Renewed):
     """Samples of whole documents, read from the shards by file offset.
 
     A sample has T tokens, and as targets the token that follows each of them in its document. The
@@ -209,6 +209,7 @@ class PackedDataset:
     """
 
     draws_random_numbers: ClassVar[bool] = False  # see `Reader.may_draw`
+    fresh = ("_packed", "_lock")
 
     def __init__(self, windows: DocumentWindows, counts: np.ndarray) -> None:
         self.windows, self.files = windows, windows.files
@@ -222,14 +223,6 @@ class PackedDataset:
     def _renew(self) -> None:
         self._packed: OrderedDict[int, Packed] = OrderedDict()
         self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for a copy in a worker, which packs by itself."""
-        return {key: value for key, value in vars(self).items() if key not in ("_packed", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._renew()
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0

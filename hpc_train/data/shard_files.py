@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import xxhash
@@ -39,7 +39,24 @@ def most_open_files() -> int:
     return max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
-class ShardFiles(Generic[S]):
+class Renewed:
+    """An object whose copy in a worker makes some attributes anew: `_renew` makes the `fresh`."""
+
+    fresh: ClassVar[tuple[str, ...]]
+
+    def _renew(self) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for a copy in a worker."""
+        return {key: value for key, value in vars(self).items() if key not in self.fresh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._renew()
+
+
+class ShardFiles(Renewed, Generic[S]):
     """The shards of a split.
 
     Several threads may call `read`. One at a time is served, and reads with several threads where
@@ -58,6 +75,7 @@ class ShardFiles(Generic[S]):
     """
 
     readers = SHARD_READERS  # most threads that read together
+    fresh = ("_files", "_descriptors", "verified", "asked", "_seen", "_checked", "_reading")
 
     def __init__(
         self, directory: Path, manifest: StoredData[S], split: str, cache: BlockCache | None = None
@@ -95,15 +113,6 @@ class ShardFiles(Generic[S]):
         self._last_seconds = 0.0  # that a read without threads took
         self._most = most_open_files() // (1 if self.cache is None else 2)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for a copy in a worker, which opens the shards itself."""
-        fresh = ("_files", "_descriptors", "verified", "asked", "_seen", "_checked", "_reading")
-        return {key: value for key, value in vars(self).items() if key not in fresh}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._renew()
-
     @property
     def are_slow(self) -> bool:
         """Whether the last reads took longer than reads from memory."""
@@ -137,32 +146,29 @@ class ShardFiles(Generic[S]):
                 self._read(numbers[part], begins[part], sizes, memories[part], dataset)
                 self._keep_open(self._most)
 
-    def read_one(
-        self, number: int, begin: int, memory: memoryview, dataset: str = "tokens"
-    ) -> None:
-        """Make one read, as `read` does, but make no arrays: they would cost as much as the read.
+    def read_one(self, number: int, begin: int, memory: memoryview) -> None:
+        """Read tokens as `read` does, but make no arrays: they would cost as much as the read.
 
         Args:
             number: the shard.
             begin: the first byte in the dataset.
             memory: is filled; it has at least one byte.
-            dataset: the dataset to read from.
 
         Raises:
             DataError: as `read` raises it.
         """
         with self._reading:
             self._open_all((number,))
-            first = begin + int(self._first_byte[dataset][number])
+            first = begin + int(self._first_byte["tokens"][number])
             last = first + len(memory) - 1
             blocks = self.verified[first >> BLOCK_BITS : (last >> BLOCK_BITS) + 1]
             where = int(np.bitwise_and.reduce(blocks))
             key = ~number if where & COPY else number
-            place = begin + int(self._offset[dataset][number])
-            counts = self._counts(dataset, [key], [place], [[memory]]) if where else []
+            place = begin + int(self._offset["tokens"][number])
+            counts = self._counts("tokens", [key], [place], [[memory]]) if where else []
             if counts != [len(memory)]:
                 arrays = np.array([number]), np.array([begin])
-                self._read(*arrays, len(memory), [[memory]], dataset)
+                self._read(*arrays, len(memory), [[memory]], "tokens")
             self._keep_open(self._most)
 
     def _read(

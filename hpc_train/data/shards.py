@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from sys import getrefcount
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from hpc_train.data.ahead import AHEAD_BYTES, Ahead
 from hpc_train.data.block_cache import BlockCache
 from hpc_train.data.manifest import HASHED_BYTES, Manifest, read_manifest
-from hpc_train.data.shard_files import ShardFiles
+from hpc_train.data.shard_files import Renewed, ShardFiles
 from hpc_train.data.substitutes import Substitutes
 from hpc_train.errors import ConfigError, DataError, plural
 
@@ -61,7 +61,7 @@ def check_one_sample(directory: Path, manifest: Manifest, split: str, sequence: 
     )
 
 
-class TokenDataset:
+class TokenDataset(Renewed):
     """Samples of consecutive tokens, read from the shards by file offset.
 
     A sample has `sequence` tokens, and as targets the token that follows each of them. Samples
@@ -86,6 +86,7 @@ class TokenDataset:
     """
 
     draws_random_numbers: ClassVar[bool] = False  # see `Reader.may_draw`
+    fresh = ("_fetching", "_memory", "_stored", "_places", "_given", "_ahead")
 
     def __init__(
         self,
@@ -148,15 +149,6 @@ class TokenDataset:
         self._places: list[list[memoryview]] = []
         self._given: list[_Memory] = []  # memory of batches that were given away
         self._ahead: Ahead | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for a copy in a worker."""
-        fresh = ("_fetching", "_memory", "_stored", "_places", "_given", "_ahead")
-        return {key: value for key, value in vars(self).items() if key not in fresh}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._renew()
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0

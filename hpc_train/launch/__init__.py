@@ -20,9 +20,10 @@ The values of options are defined here, so that a verb's help loads none of thes
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 PROGRAMS = ("srun", "mpiexec", "mpirun", "flux", "jsrun", "horovodrun")
-IMAGE_TOOLS = ("apptainer", "singularity", "podman-hpc", "shifter", "enroot")
+ImageTool = Literal["apptainer", "singularity", "podman-hpc", "shifter", "enroot"]
+IMAGE_TOOLS: tuple[ImageTool, ...] = get_args(ImageTool)
 SchedulerName = Literal["slurm", "pbs", "torque", "lsf", "flux", "mpijob", "local"]
 TEMPLATES = Path(__file__).parents[1] / "jobscripts"

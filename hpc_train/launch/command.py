@@ -51,7 +51,7 @@ class LaunchRequest:
     command: Sequence[str]
     ranks: int | None = None
     hosts: str | None = None
-    hostfile: Path | None = None
+    hostfile: str | None = None
     ranks_per_node: int | None = None
     program: str | None = None
     restarts: int = 0
@@ -174,7 +174,7 @@ def _hosts(request: LaunchRequest, allocation: Allocation | None) -> list[Host]:
     if request.hosts:
         return parse_hosts(request.hosts)
     if request.hostfile:
-        return read_file(request.hostfile)
+        return read_file(Path(request.hostfile))
     return allocation.hosts if allocation else []
 
 

@@ -23,7 +23,6 @@ from hpc_train.mpi.environment import RANKS
 
 PYTHON = "python3"  # the image's
 START_SECONDS = 300.0  # seconds in which a tool must start Python; some unpack the image first
-APPTAINERS = ("apptainer", "singularity")
 REGISTRY_ONLY = ("podman-hpc", "shifter")  # they take the name of an image, and no file
 # Beginnings of variables that ranks need, for tools that pass nothing of the host by themselves.
 PASSED = (

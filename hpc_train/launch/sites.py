@@ -13,7 +13,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from hpc_train.config.durations import format_duration
 from hpc_train.config.keys import check_fields, read_mapping
 from hpc_train.errors import UserError
-from hpc_train.launch import TEMPLATES, SchedulerName
+from hpc_train.launch import TEMPLATES, ImageTool, SchedulerName
 from hpc_train.launch.resources import NUMBERS, filled
 
 SITES = TEMPLATES / "sites"
@@ -65,7 +65,7 @@ class SiteContainers:
         environ: variables for the job.
     """
 
-    tool: Literal["apptainer", "singularity", "podman-hpc", "shifter", "enroot"] | None = None
+    tool: ImageTool | None = None
     options: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)

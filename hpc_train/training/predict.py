@@ -7,8 +7,6 @@ a prediction depends on the number of ranks or threads.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +22,7 @@ from torch import Tensor
 from hpc_train import files
 from hpc_train.data.prepare.dealing import Dealing
 from hpc_train.data.prepare.foreign import import_pyarrow
-from hpc_train.data.prepare.partial import Preparation, ShardPortion
+from hpc_train.data.prepare.partial import ShardPortion, key_of_tree
 from hpc_train.data.tables.features import UNKNOWN, TableFeatures
 from hpc_train.data.tables.schema import Column, ColumnKind, TableSchema, parse_schema
 from hpc_train.data.tables.sources import list_tables, read_rows, table_columns
@@ -143,8 +141,7 @@ def plan_predictions(trained: TrainedModel, options: PredictOptions) -> Predicti
     given = TableOptions(wrong=options.wrong, quoted_newlines=options.quoted_newlines)
     request = table_request(options.paths, options.out, schema, given)
     tree = [request.key, options.batch, options.columns, trained.about, trained.hashes.hex()]
-    key = hashlib.blake2b(json.dumps(tree).encode(), digest_size=16).hexdigest()
-    return PredictionPlan(request, columns, key)
+    return PredictionPlan(request, columns, key_of_tree(tree))
 
 
 def features_read_by(trained: TrainedModel) -> TableFeatures:
@@ -197,13 +194,11 @@ class TablePredictor:
         self.batch, self.threads = batch, threads
         self._like = next(trained.module.parameters())  # the type of numbers, and the device
 
-    def make_part(
-        self, preparation: Preparation[TableRequest], dealing: Dealing, portion: ShardPortion
-    ) -> None:
+    def make_part(self, dealing: Dealing[TableRequest], portion: ShardPortion) -> None:
         """Predict the rows of a portion, and write them to a file."""
         pa = import_pyarrow()
-        request = preparation.recipe
-        source = portion_of_row(preparation.content(portion))
+        request = dealing.preparation.recipe
+        source = portion_of_row(dealing.preparation.content(portion))
         name = f"{portion.name}.arrow"
         path = dealing.scratch / name
         rows = wrong = unknown = not_finite = 0
@@ -224,7 +219,7 @@ class TablePredictor:
         tree = {"file": name, "nbytes": path.stat().st_size}
         tree |= {"rows": rows, "wrong": wrong, "unknown": unknown}
         tree |= {"not_finite": not_finite}
-        finish_portion(preparation, dealing, portion, name, tree)
+        finish_portion(dealing, portion, name, tree)
 
     def predict(self, numeric: np.ndarray, categorical: np.ndarray) -> np.ndarray:
         """The predictions for N rows, as `TableLoss.predictions` returns them.

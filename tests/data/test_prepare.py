@@ -503,13 +503,13 @@ def test_a_file_that_changes_after_the_plan_is_refused(texts, tmp_path):
     ):
         with (texts / "sub/5.txt").open("a") as file:
             file.write("more\n")
-        prepare.work(preparation, Dealing(preparation))
+        prepare.work(Dealing(preparation))
 
 
 def test_a_second_preparation_of_a_folder_is_refused(texts, tmp_path):
     with prepare.begun(text_request([texts], tmp_path / "out")) as preparation:
         with pytest.raises(DataError, match=f"out is being prepared by process {os.getpid()} on"):
             prepare_text([texts], tmp_path / "out")
-        prepare.work(preparation, Dealing(preparation))
+        prepare.work(Dealing(preparation))
         prepare.finish(preparation)
     check_shards(tmp_path / "out", read_manifest(tmp_path / "out"))

@@ -31,7 +31,7 @@ def prepared(paths, out, **how):
     """The manifest, the tokens to train on, and where documents begin among them."""
     layout = TokenLayout(**{name: how.pop(name) for name in {*TokenLayout._fields} & {*how}})
     with begun(tokens_request(paths, out, layout=layout, **how)) as preparation:
-        work(preparation, Dealing(preparation))
+        work(Dealing(preparation))
         made = finish(preparation)
     check_shards(out, read_manifest(out))
     tokens, begins = [], []

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from hpc_train.data.check import check_shards
 from hpc_train.data.prepare.dealing import Dealing
+from hpc_train.data.prepare.partial import held_partial
 from hpc_train.data.tables import stage_rows, statistics
 from hpc_train.data.tables.fixed import FeatureOptions
-from hpc_train.data.tables.prepare_table import STAGES, begun_table, prepare_table, work_on
+from hpc_train.data.tables.prepare_table import STAGES, prepare_table, work_on
 from hpc_train.data.tables.schema import parse_schema
 from hpc_train.data.tables.table_manifest import read_table_manifest
 from hpc_train.data.tables.table_request import TableOptions, table_request
@@ -285,13 +286,13 @@ def test_what_is_stopped_in_any_stage_continues(tmp_path):
                 raise Stopped
             make(*arguments)
 
-        with pytest.raises(Stopped), begun_table(request) as work:
+        with pytest.raises(Stopped), held_partial(request.target, request.key) as work:
             for number, (begin, make) in enumerate(STAGES[: stage + 1]):
                 preparation = begin(request, work)
                 if number == stage:
                     assert len(preparation.finished) == 0
                     make = functools.partial(stop, make)
-                work_on(preparation, Dealing(preparation), make)
+                work_on(Dealing(preparation), make)
     assert not (tmp_path / "out").exists()
     prepare_table(request)
     assert seen(tmp_path / "out") == seen(tmp_path / "whole")
@@ -318,10 +319,10 @@ def test_portions_of_a_file_are_its_rows_each_once(tmp_path, monkeypatch):
 def test_a_lost_file_of_a_stage_is_made_again(tmp_path):
     folder = write_parts(tmp_path / "in", made_table(ROWS), 4)
     request = request_of(folder, tmp_path / "out")
-    with begun_table(request) as work:
+    with held_partial(request.target, request.key) as work:
         for begin, make in STAGES[:2]:
             preparation = begin(request, work)
-            work_on(preparation, Dealing(preparation), make)
+            work_on(Dealing(preparation), make)
     [lost] = work.glob("rows/shards/rows-00002.rows")
     lost.write_bytes(lost.read_bytes()[:-1])
     prepare_table(request)

@@ -10,10 +10,10 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Generic
 
 from hpc_train import files
-from hpc_train.data.prepare.partial import Preparation, ShardPortion, entry_names, writing_to
+from hpc_train.data.prepare.partial import Preparation, R, ShardPortion, entry_names, writing_to
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class AbandonedError(Exception):
     """Another rank has failed, and says why."""
 
 
-class Dealing:
+class Dealing(Generic[R]):
     """Deals the portions to the ranks. Each rank has one.
 
     Rank 0's logs the progress of all ranks.
@@ -36,7 +36,7 @@ class Dealing:
         size: number of ranks.
     """
 
-    def __init__(self, preparation: Preparation[Any], rank: int = 0, size: int = 1) -> None:
+    def __init__(self, preparation: Preparation[R], rank: int = 0, size: int = 1) -> None:
         self.preparation, self.rank, self.size = preparation, rank, size
         self.scratch = preparation.attempt / f"rank-{rank}"
         self._taken = set(preparation.finished)
@@ -123,7 +123,7 @@ class Dealing:
             self._claim = None
 
 
-def make_portions(dealing: Dealing, make: Callable[[ShardPortion], None]) -> None:
+def make_portions(dealing: Dealing[R], make: Callable[[ShardPortion], None]) -> None:
     """Make portions until there is none left. Every rank calls; they need not wait for each other.
 
     It returns early if another rank has failed.

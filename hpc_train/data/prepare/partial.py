@@ -18,13 +18,14 @@ own attempt, and cannot disturb the next one.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,12 +137,29 @@ def check_target(target: Path) -> None:
         raise DataError(f"{target} exists already", "give another --out, or delete it first")
 
 
-def check_shard_mb(shard_mb: float) -> None:
-    """Check the size of a shard.
+def check_outside(out: str | Path, paths: Sequence[str | Path], use: str) -> None:
+    """Make sure that a data folder is still to be made, and in none of the folders in `paths`.
 
     Raises:
-        DataError: it is not allowed.
+        DataError: it exists, or is in one of them; `use` says what is done with their files.
     """
+    check_target(Path(out))
+    for path in paths:
+        if Path(path).resolve() in Path(out).resolve().parents:
+            raise DataError(
+                f"--out {out} is in the folder {path}, whose files are {use}",
+                "give an --out outside of it",
+            )
+
+
+def check_sizes(shard_mb: float, validation: float = 0) -> None:
+    """Check the size of a shard, and the share that is held out.
+
+    Raises:
+        DataError: one of them is not allowed.
+    """
+    if not 0 <= validation < 1:
+        raise DataError(f"--validation is {validation}", "give a share of at least 0 and below 1")
     if not 0 < shard_mb <= MOST_SHARD_MB:
         raise DataError(
             f"--shard_mb is {shard_mb}", f"give a size above 0, and at most {MOST_SHARD_MB:g}"
@@ -299,6 +317,11 @@ def load_plan(
     if finished:
         logger.info("continues: %d of %d portions are finished", len(finished), len(portions))
     return replace(made, finished=frozenset(finished))
+
+
+def key_of_tree(tree: Any) -> str:
+    """The hash of JSON values that a result depends on."""
+    return hashlib.blake2b(json.dumps(tree).encode(), digest_size=16).hexdigest()
 
 
 def entry_names(folder: Path) -> set[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from hpc_train.data.prepare.foreign import USUAL_LAYOUT, TokenLayout, list_token_files, one_type
 from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
-from hpc_train.data.prepare.partial import check_shard_mb, check_target
+from hpc_train.data.prepare.partial import check_outside, check_sizes, check_target, key_of_tree
 from hpc_train.data.prepare.portions import split_inputs, whole_parts
 from hpc_train.data.prepare.texts import TEXT_PIECE_BYTES, list_texts, only_texts
 from hpc_train.data.tokenizer import BYTES, describe_tokenizer, loads
@@ -53,7 +51,7 @@ class PrepareRequest:
             dict(self.options),
             [[*vars(file).values()] for file in self.listed],
         ]
-        return hashlib.blake2b(json.dumps(tree).encode(), digest_size=16).hexdigest()
+        return key_of_tree(tree)
 
 
 def text_request(
@@ -84,23 +82,13 @@ def text_request(
             not allowed.
         SetupError: the `tokenizers` library is needed and missing.
     """
-    target = Path(out)
-    check_target(target)
-    for path in paths:
-        if Path(path).resolve() in target.resolve().parents:
-            raise DataError(
-                f"--out {out} is in the folder {path}, whose files are prepared: what it holds "
-                "would become text, too",
-                "give an --out outside of it",
-            )
-    if not 0 <= validation < 1:
-        raise DataError(f"--validation is {validation}", "give a share of at least 0 and below 1")
-    check_shard_mb(shard_mb)
+    check_outside(out, paths, "prepared: what it holds would become text, too")
+    check_sizes(shard_mb, validation)
     description = describe_tokenizer(tokenizer)
     recipe = TokenRecipe(description, loads(description).vocab, text_key)
     listed = list_texts(paths)
     return PrepareRequest(
-        target,
+        Path(out),
         recipe,
         shard_mb,
         {"validation": validation},
@@ -140,7 +128,7 @@ def tokens_request(
     """
     target = Path(out)
     check_target(target)
-    check_shard_mb(shard_mb)
+    check_sizes(shard_mb)
     description = describe_tokenizer(tokenizer) if tokenizer else ""
     size = max(vocab, loads(description).vocab if description else 0)
     if not size:

@@ -79,7 +79,7 @@ def prepare_text(
         text_key=text_key,
     )
     with begun(request) as preparation:
-        work(preparation, Dealing(preparation))
+        work(Dealing(preparation))
         return finish(preparation)
 
 
@@ -135,7 +135,7 @@ def _codec(recipe: TokenRecipe) -> Tokenizer | None:
     return loads(recipe.tokenizer) if recipe.tokenizer else None
 
 
-def work(preparation: Preparation[TokenRecipe], dealing: Dealing) -> None:
+def work(dealing: Dealing[TokenRecipe]) -> None:
     """Make portions until there is none left. Every rank calls; they need not wait for each other.
 
     It returns early if another rank has failed.
@@ -143,17 +143,14 @@ def work(preparation: Preparation[TokenRecipe], dealing: Dealing) -> None:
     Raises:
         DataError: a file cannot be read, has changed or has an error, or the disk is full.
     """
-    codec = cache(lambda: _codec(preparation.recipe))
-    make_portions(dealing, lambda portion: _make_portion(preparation, portion, dealing, codec()))
+    codec = cache(lambda: _codec(dealing.preparation.recipe))
+    make_portions(dealing, lambda portion: _make_portion(dealing, portion, codec()))
 
 
 def _make_portion(
-    preparation: Preparation[TokenRecipe],
-    portion: ShardPortion,
-    dealing: Dealing,
-    codec: Tokenizer | None,
+    dealing: Dealing[TokenRecipe], portion: ShardPortion, codec: Tokenizer | None
 ) -> None:
-    recipe = preparation.recipe
+    preparation, recipe = dealing.preparation, dealing.preparation.recipe
     parts = _parts(preparation, portion)
     size, about = preparation.shard_size, _about(recipe, parts)
     writer = ShardWriter(dealing.scratch, portion.name, size, recipe.dtype, about)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.data.block_cache import BlockCache
-from hpc_train.data.shard_files import ShardFiles
+from hpc_train.data.shard_files import Renewed, ShardFiles
 from hpc_train.data.tables.features import TableFeatures
 from hpc_train.data.tables.table_manifest import WORD_BYTES, TableManifest, row_type
 from hpc_train.data.tables.transfer import rescaling
@@ -24,7 +24,7 @@ SINGLE_SHARE = 0.5  # with a larger share of runs among the rows, each row is re
 TableBatch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-class TableDataset:
+class TableDataset(Renewed):
     """Rows of a prepared table, read from the shards by file offset.
 
     Several threads may call `fetch`; one at a time is served.
@@ -46,6 +46,7 @@ class TableDataset:
     """
 
     draws_random_numbers: ClassVar[bool] = False  # see `Reader.may_draw`
+    fresh = ("_fetching", "_rows", "_places")
 
     def __init__(
         self,
@@ -77,15 +78,6 @@ class TableDataset:
         self._fetching = threading.Lock()
         self._rows = np.empty(0, self.type)  # the places for rows of a batch
         self._places: list[list[memoryview]] = []  # of each of them
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for a copy in a worker."""
-        fresh = ("_fetching", "_rows", "_places")
-        return {key: value for key, value in vars(self).items() if key not in fresh}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._renew()
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0

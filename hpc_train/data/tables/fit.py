@@ -30,33 +30,27 @@ def fit_features(
     columns: RawColumns,
     kinds: Mapping[str, ColumnKind],
     target: TargetValues | None,
-    *,
-    bins: int | None = None,
-    max_categories: int = MAX_CATEGORIES,
 ) -> TableFeatures:
     """Make the features of the training rows.
 
-    A date becomes one numeric feature for each of its parts that has several values.
+    A date becomes one numeric feature for each of its parts that has several values. A numeric
+    feature has at most one bin for 100 rows, but 2 at least and 48 at most: few rows in a bin would
+    be learned by heart. A categorical feature has the most frequent categories of a column.
 
     Args:
         columns: the columns of the training rows.
         kinds: what each column holds, in the order in which a model reads the features.
         target: what is predicted.
-        bins: largest number of bins of a numeric feature. By default there is one for 100 rows,
-            but there are 2 at least and 48 at most: few rows in a bin would be learned by heart.
-        max_categories: largest number of categories of a categorical feature: the most frequent
-            ones, equal ones by value.
     """
-    if bins is None:
-        rows = max((len(values) for values in columns.values()), default=0)
-        bins = min(max(LEAST_BINS, rows // ROWS_OF_BIN), BINS)
+    rows = max((len(values) for values in columns.values()), default=0)
+    bins = min(max(LEAST_BINS, rows // ROWS_OF_BIN), BINS)
     numeric: list[NumericFeature] = []
     categorical: list[CategoricalFeature] = []
     for name, kind in kinds.items():
         if kind == "numeric":
             numeric.append(fit_numeric(name, name, None, columns[name], bins))
         elif kind == "categorical":
-            categorical.append(fit_categorical(name, columns[name], max_categories))
+            categorical.append(fit_categorical(name, columns[name], MAX_CATEGORIES))
         elif kind == "date":
             numeric += _fit_date(name, columns[name], bins)
     return TableFeatures(numeric=tuple(numeric), categorical=tuple(categorical), target=target)

@@ -16,8 +16,7 @@ more than a batch of rows in memory, besides one shard, and the statistics of a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from hpc_train.data.tables.table_manifest import TableManifest, parse_table_mani
 from hpc_train.data.tables.table_request import TableRequest
 
 Begin = Callable[[TableRequest, Path], Preparation[Any]]
-Make = Callable[[Preparation[Any], Dealing, ShardPortion], None]
+Make = Callable[[Dealing[Any], ShardPortion], None]
 STAGES: tuple[tuple[Begin, Make], ...] = (
     (begin_quotes, make_quotes),
     (begin_rows, make_rows),
@@ -62,40 +61,20 @@ def prepare_table(request: TableRequest) -> TableManifest:
             the folder cannot be written.
         SetupError: a library is needed and missing.
     """
-    with begun_table(request) as folder:
+    with held_partial(request.target, request.key) as folder:
         for begin, make in STAGES:
             preparation = begin(request, folder)
-            work_on(preparation, Dealing(preparation), make)
+            work_on(Dealing(preparation), make)
         return finish_table(preparation)
 
 
-@contextmanager
-def begun_table(request: TableRequest) -> Iterator[Path]:
-    """Begin a preparation, or continue one that has the same key. Only rank 0 calls.
-
-    The partial folder is held until the block ends.
-
-    Yields:
-        The folder of the stages.
-
-    Raises:
-        DataError: the data folder exists already, is being prepared, or cannot be written.
-    """
-    with held_partial(request.target, request.key) as folder:
-        yield folder
-
-
-def work_on(
-    preparation: Preparation[Any],
-    dealing: Dealing,
-    make: Make,
-) -> None:
+def work_on(dealing: Dealing[Any], make: Make) -> None:
     """Make portions of a stage until there is none left. Every rank calls.
 
     Raises:
         DataError: as `prepare_table`.
     """
-    make_portions(dealing, partial(make, preparation, dealing))
+    make_portions(dealing, partial(make, dealing))
 
 
 def finish_table(preparation: Preparation[Any]) -> TableManifest:

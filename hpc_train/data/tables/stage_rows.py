@@ -47,12 +47,10 @@ def begin_quotes(request: TableRequest, folder: Path) -> Preparation[TableReques
     return begin_stage(folder / "quotes", request.target, request, plan)
 
 
-def make_quotes(
-    preparation: Preparation[TableRequest], dealing: Dealing, portion: ShardPortion
-) -> None:
+def make_quotes(dealing: Dealing[TableRequest], portion: ShardPortion) -> None:
     """Count the quotes of a portion."""
-    count = count_quotes(portion_of_row(preparation.content(portion)))
-    finish_portion(preparation, dealing, portion, "", {"quotes": count})
+    count = count_quotes(portion_of_row(dealing.preparation.content(portion)))
+    finish_portion(dealing, portion, "", {"quotes": count})
 
 
 def begin_rows(request: TableRequest, folder: Path) -> Preparation[TableRequest]:
@@ -73,12 +71,10 @@ def begin_rows(request: TableRequest, folder: Path) -> Preparation[TableRequest]
     return begin_stage(folder / "rows", request.target, request, plan)
 
 
-def make_rows(
-    preparation: Preparation[TableRequest], dealing: Dealing, portion: ShardPortion
-) -> None:
+def make_rows(dealing: Dealing[TableRequest], portion: ShardPortion) -> None:
     """Parse the rows of a portion, and write them to a file."""
-    request = preparation.recipe
-    source = portion_of_row(preparation.content(portion))
+    request = dealing.preparation.recipe
+    source = portion_of_row(dealing.preparation.content(portion))
     name = f"{portion.name}.rows"
     path = dealing.scratch / name
     rows = wrong = 0
@@ -92,7 +88,7 @@ def make_rows(
             dealing.tell(0)
     files.sync(path)
     tree = {"file": name, "nbytes": path.stat().st_size, "rows": rows, "wrong": wrong}
-    finish_portion(preparation, dealing, portion, name, tree)
+    finish_portion(dealing, portion, name, tree)
 
 
 def right_rows(batch: RawRows, request: TableRequest) -> tuple[np.ndarray, RawColumns]:

@@ -140,13 +140,11 @@ def _time_cut(request: TableRequest, named: Sequence[tuple[Path, int]], total: i
     return float(np.quantile(sample, 1 - validation, method="inverted_cdf"))
 
 
-def make_statistics(
-    preparation: Preparation[RowsRecipe], dealing: Dealing, portion: ShardPortion
-) -> None:
+def make_statistics(dealing: Dealing[RowsRecipe], portion: ShardPortion) -> None:
     """Find the statistics of a portion's training rows."""
-    recipe = preparation.recipe
+    recipe = dealing.preparation.recipe
     schema = recipe.request.schema
-    source, key = preparation.content(portion)
+    source, key = dealing.preparation.content(portion)
     found = PortionStatistics(schema, recipe.split, candidate_features(schema), recipe.share)
     for numbers, columns in _batches(recipe.rows / source, schema):
         found.add(key, numbers, columns)
@@ -157,7 +155,7 @@ def make_statistics(
         tree = found.write(file)
     files.sync(path)
     whole = {"file": name, "nbytes": path.stat().st_size, "statistics": tree}
-    finish_portion(preparation, dealing, portion, name, whole)
+    finish_portion(dealing, portion, name, whole)
 
 
 def begin_shards(request: TableRequest, folder: Path) -> Preparation[RowsRecipe]:
@@ -224,11 +222,9 @@ def _inside(ends: np.ndarray, number: int, begin: int, end: int) -> tuple[int, i
     return max(0, begin - before), min(int(ends[number + 1]), end) - before
 
 
-def make_shard(
-    preparation: Preparation[RowsRecipe], dealing: Dealing, portion: ShardPortion
-) -> None:
+def make_shard(dealing: Dealing[RowsRecipe], portion: ShardPortion) -> None:
     """Encode the rows of a shard."""
-    recipe, parts = preparation.recipe, preparation.content(portion)
+    recipe, parts = dealing.preparation.recipe, dealing.preparation.content(portion)
     assert recipe.features is not None
     split = portion.name.partition("-")[0]
     kind = row_type(recipe.features)
@@ -250,7 +246,7 @@ def make_shard(
     shard = write_table_shard(dealing.scratch / name, rows, recipe.features)
     tree = {"file": name, "nbytes": shard.file_bytes, "shard": asdict(shard)}
     tree["dtype"] = f"V{kind.itemsize}"
-    finish_portion(preparation, dealing, portion, name, tree)
+    finish_portion(dealing, portion, name, tree)
 
 
 def _chosen(

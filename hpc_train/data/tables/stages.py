@@ -80,18 +80,16 @@ def stage_entries(folder: Path) -> tuple[list[str], list[Any]]:
     return names, [json.loads((folder / f"{name}.json").read_text()) for name in names]
 
 
-def finish_portion(
-    preparation: Preparation[Any], dealing: Dealing, portion: ShardPortion, name: str, tree: Any
-) -> None:
+def finish_portion(dealing: Dealing[Any], portion: ShardPortion, name: str, tree: Any) -> None:
     """Give the durable file of a portion its place, and write the portion's entry.
 
     Args:
-        preparation: the stage.
-        dealing: this rank's dealing, whose scratch folder has the file.
+        dealing: this rank's dealing of the stage, whose scratch folder has the file.
         portion: the portion.
         name: the file's name; "" if there is none.
         tree: what the entry says of the portion, as JSON values.
     """
+    preparation = dealing.preparation
     if name:
         path = dealing.scratch / name
         files.call("rename", os.rename, path, preparation.shards / name)

@@ -85,11 +85,6 @@ class TablePortion:
     quoted_newlines: bool = True
     inside: bool = False
 
-    @property
-    def unit(self) -> str:
-        """What `begin` counts."""
-        return {"csv": "byte", "parquet": "row group"}.get(self.file.format, "row")
-
 
 @dataclass(frozen=True, eq=False)
 class RawRows:

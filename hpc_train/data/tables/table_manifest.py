@@ -18,15 +18,13 @@ from typing import Any
 import numpy as np
 
 from hpc_train.data.manifest import (
-    HASH,
     HASHED_BYTES,
     LARGEST_SIZE,
-    PLAIN_NAME,
     Manifest,
     check_format,
+    check_hash,
     check_keys,
     check_number,
-    check_text,
     checked_manifest,
     hash_of_manifest,
     parse_manifest,
@@ -200,25 +198,10 @@ def parse_table_manifest(tree: Any) -> TableManifest:
     for key in ("wrong", "left_out"):
         check_number(key, tree[key], 0, LARGEST_SIZE)
     dtype = f"V{row_type(features).itemsize}"
-    shards = parse_splits(tree["splits"], lambda what, found: _table_shard(what, found, dtype))
+    shards = parse_splits(tree["splits"], TableShard, dtype)
     manifest = TableManifest(schema, features, tree["wrong"], tree["left_out"], shards)
-    if tree["hash"] != manifest.digest:
-        found = short_value(tree["hash"])
-        raise ValueError(f"its hash is {found}, but its content has the hash {manifest.digest}")
+    check_hash(tree, manifest.digest)
     return manifest
-
-
-def _table_shard(what: str, tree: Any, dtype: str) -> TableShard:
-    check_keys(what, tree, [field.name for field in fields(TableShard)])
-    check_text(f"{what}: name", tree["name"], PLAIN_NAME, "a plain file name")
-    check_text(f"{what}: hash", tree["hash"], HASH, "32 hexadecimal digits")
-    for key in ("file_bytes", "rows", "offset", "hashes_offset"):
-        check_number(f"{what}: {key}", tree[key], 1 if key == "rows" else 0, LARGEST_SIZE)
-    shard = TableShard(**tree)
-    for name, (offset, nbytes) in shard.extents(dtype).items():
-        if offset + nbytes > shard.file_bytes:
-            raise ValueError(f"{what}: its {name} end behind the end of the file")
-    return shard
 
 
 def _check_features(features: TableFeatures, schema: TableSchema) -> None:

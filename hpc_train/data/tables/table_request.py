@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from hpc_train.data.prepare.partial import check_shard_mb, check_target
+from hpc_train.data.prepare.partial import check_outside, check_sizes, key_of_tree
 from hpc_train.data.tables.features import RawColumns
 from hpc_train.data.tables.fixed import FeatureOptions
 from hpc_train.data.tables.schema import TableSchema
@@ -68,7 +66,7 @@ class TableRequest:
             asdict(self.options),
             [asdict(file) for file in self.files],
         ]
-        return hashlib.blake2b(json.dumps(tree).encode(), digest_size=16).hexdigest()
+        return key_of_tree(tree)
 
 
 def table_request(
@@ -89,25 +87,15 @@ def table_request(
         DataError: a path does not exist, `out` exists already or is inside of a path, a value is
             not allowed, or a column has a kind that its role does not allow.
     """
-    given, target = options or TableOptions(), Path(out)
-    check_target(target)
-    for path in paths:
-        if Path(path).resolve() in target.resolve().parents:
-            raise DataError(
-                f"--out {out} is in the folder {path}, whose files are read",
-                "give an --out outside of it",
-            )
-    if not 0 <= given.validation < 1:
-        raise DataError(
-            f"--validation is {given.validation}", "give a share of at least 0 and below 1"
-        )
-    check_shard_mb(given.shard_mb)
+    given = options or TableOptions()
+    check_outside(out, paths, "read")
+    check_sizes(given.shard_mb, given.validation)
     for name, least in (("max_categories", 1), ("bins", 1)):
         if getattr(given.features, name) < least:
             value = getattr(given.features, name)
             raise DataError(f"--{name} is {value}", f"give a number of at least {least}")
     _check_roles(schema)
-    return TableRequest(target, schema, tuple(list_tables(paths, tell=True)), given)
+    return TableRequest(Path(out), schema, tuple(list_tables(paths, tell=True)), given)
 
 
 def _check_roles(schema: TableSchema) -> None:

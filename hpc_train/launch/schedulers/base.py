@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 30.0  # seconds to wait for the scheduler's answer
 LEAVE = "leave it out"
+SHORT = 600  # seconds; in shorter jobs the signal could come at the start (SLURM's: 60 s early)
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ class Scheduler:
         submits, deletes: the words that queue a script, and that end jobs.
         id_line: the line in the answer to `submits` that has the job's id, as a regular expression
             of both Python and `sed -E`. The id is its second group. Sites print other lines, too.
-        chains: whether several jobs can be queued at once, each waiting for the one before it.
         requeues: whether it can queue the same job again.
         arrays: the variable that has a task's number; "" if there are no arrays. Then each task is
             a job of its own, with the number in HPC_TRAIN_TASK.
         first_task: number of the first task.
+        warns: whether SIGUSR1 comes a tenth of the time before the limit, or 5 minutes if less.
         slots_are_cores: whether a host's slots are its cores, and not the ranks.
         tells_hosts: whether a job can find out its hosts; else it has this machine alone.
         gpu_option: the option by which it is given the number of GPUs, unless a site has another.
@@ -89,10 +90,10 @@ class Scheduler:
     submits: ClassVar[Sequence[str]]
     id_line: ClassVar[str] = ""
     deletes: ClassVar[Sequence[str]] = ()
-    chains: ClassVar[bool] = False
     requeues: ClassVar[bool] = False
     arrays: ClassVar[str] = ""
     first_task: ClassVar[int] = 0
+    warns: ClassVar[bool] = False
     slots_are_cores: ClassVar[bool] = False
     tells_hosts: ClassVar[bool] = True
     gpu_option: ClassVar[str] = ""
@@ -108,7 +109,8 @@ class Scheduler:
 
     def notice(self, batch: BatchJob) -> int:
         """Seconds before the time limit at which SIGUSR1 comes; 0 if it does not come."""
-        return 0
+        seconds = batch.resources.seconds
+        return min(300, seconds // 10) if self.warns and seconds >= SHORT else 0
 
     def settings(self, batch: BatchJob) -> list[str]:
         """Lines of shell that set what this scheduler's template has besides the others."""
@@ -120,6 +122,8 @@ class Scheduler:
 
     def launch_words(self, asked: Resources) -> list[str]:
         """What `hpc-train launch` has to be told of the ranks, because the scheduler does not."""
+        if self.slots_are_cores and asked.threads > 1:
+            return ["--ranks_per_node", str(asked.ranks_per_node)]
         return [] if self.tells_hosts else ["-np", str(asked.ranks)]
 
     def text(self, batch: BatchJob) -> str:
@@ -229,11 +233,6 @@ def expression(what: str, value: str) -> str:
 def given(words: Mapping[str, str]) -> list[str]:
     """The directives of those options that have a value: {"-q ": "long", "-P ": ""} is -q long."""
     return [f"{option}{value}" for option, value in words.items() if value]
-
-
-def ranks_of_each_host(asked: Resources) -> list[str]:
-    """The words by which `hpc-train launch` is told the ranks of each host."""
-    return ["--ranks_per_node", str(asked.ranks_per_node)]
 
 
 def submitted(

@@ -13,7 +13,6 @@ from hpc_train.launch.schedulers.base import (
     ask,
     expression,
     given,
-    ranks_of_each_host,
     silent,
     submitted,
     word,
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 _STATES = {"DEPEND": "PENDING", "PRIORITY": "PENDING", "SCHED": "PENDING", "RUN": "RUNNING"}
 _OVER = ("COMPLETED", "FAILED", "CANCELED", "TIMEOUT")
 _FIELDS = "{id.f58plain}|{status}|{contextual_info}|{runtime!H}|{nodelist}"
-_SHORT = 600  # seconds; in shorter jobs the signal could come at the start
 
 
 class Flux(Scheduler):
@@ -41,7 +39,7 @@ class Flux(Scheduler):
     submits = ("flux", "batch")
     id_line = "()([A-Za-z0-9]+)"
     deletes = ("flux", "cancel")
-    chains = True
+    warns = True
     refused: ClassVar[Mapping[str, str]] = {
         "qos": LEAVE,
         "tasks_at_once": LEAVE,
@@ -75,18 +73,13 @@ class Flux(Scheduler):
         )
         return [*lines, *["--exclusive"] * asked.exclusive]
 
-    def notice(self, batch: BatchJob) -> int:
-        """A tenth of the time, but no more than 5 minutes."""
-        seconds = batch.resources.seconds
-        return min(300, seconds // 10) if seconds >= _SHORT else 0
-
     def settings(self, batch: BatchJob) -> list[str]:
         """Nothing: Flux says how much time is left."""
         return []
 
     def launch_words(self, asked: Resources) -> list[str]:
         """The ranks of a host, which Flux does not know."""
-        return ranks_of_each_host(asked)
+        return ["--ranks_per_node", str(asked.ranks_per_node)]
 
     def queue(self, batch: BatchJob, after: str = "") -> list[str]:
         """Queue the script of a job, once for each task of a sweep; returns the ids."""

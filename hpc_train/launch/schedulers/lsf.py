@@ -16,7 +16,6 @@ from hpc_train.launch.schedulers.base import (
     ask,
     expression,
     given,
-    ranks_of_each_host,
     said,
     silent,
     submitted,
@@ -25,7 +24,6 @@ from hpc_train.launch.schedulers.base import (
 
 if TYPE_CHECKING:
     from hpc_train.launch.batch import BatchJob
-    from hpc_train.launch.resources import Resources
 
 _STATES = {
     "PEND": "PENDING",
@@ -110,10 +108,6 @@ class Lsf(Scheduler):
             "# Seconds, as in the directive -W.",
             *super().settings(batch),
         ]
-
-    def launch_words(self, asked: Resources) -> list[str]:
-        """The ranks of a host, which are fewer than its slots."""
-        return ranks_of_each_host(asked) if asked.threads > 1 else []
 
     def queue(self, batch: BatchJob, after: str = "") -> list[str]:
         """Queue the script of a job; returns its id."""

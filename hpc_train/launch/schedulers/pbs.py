@@ -16,14 +16,12 @@ from hpc_train.launch.schedulers.base import (
     ask,
     expression,
     given,
-    ranks_of_each_host,
     silent,
     word,
 )
 
 if TYPE_CHECKING:
     from hpc_train.launch.batch import BatchJob
-    from hpc_train.launch.resources import Resources
 
 _STATES = {
     "B": "RUNNING",  # an array of which a task has started
@@ -159,10 +157,6 @@ class Torque(Pbs):
                 "give --name with up to 15 characters, of which the first is a letter",
             )
         return super().directives(batch)
-
-    def launch_words(self, asked: Resources) -> list[str]:
-        """The ranks of a host, which are fewer than its slots."""
-        return ranks_of_each_host(asked) if asked.threads > 1 else []
 
     def _select(self, batch: BatchJob) -> str:
         asked = batch.resources

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SINFO_SECONDS = 10.0  # seconds to wait for the scheduler's answer
 _CLUSTERS = re.compile("--clusters\\b|-M")
-_SHORT = 600  # seconds; SLURM sends a signal up to 60 s early, in shorter jobs perhaps at the start
 
 
 class Slurm(Scheduler):
@@ -40,8 +39,8 @@ class Slurm(Scheduler):
     submits = ("sbatch", "--parsable")
     id_line = "(Submitted batch job )?([0-9]+)(;.*)?"  # the cluster's name follows a semicolon
     deletes = ("scancel",)
-    chains = True
     requeues = True
+    warns = True
     arrays = "SLURM_ARRAY_TASK_ID"
     gpu_option = "--gpus-per-node="
     refused: ClassVar[Mapping[str, str]] = {
@@ -94,11 +93,6 @@ class Slurm(Scheduler):
             }
         )
         return [*lines, *["--exclusive"] * asked.exclusive]
-
-    def notice(self, batch: BatchJob) -> int:
-        """A tenth of the time, but no more than 5 minutes."""
-        seconds = batch.resources.seconds
-        return min(300, seconds // 10) if seconds >= _SHORT else 0
 
     def settings(self, batch: BatchJob) -> list[str]:
         """The lines that set whether the job goes on without a lost node."""
