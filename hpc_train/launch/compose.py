@@ -105,8 +105,9 @@ def _check_names(request: SubmitRequest, run_dir: str) -> None:
     """
     if not run_dir:
         raise UserError("run.dir is empty", "give --run.dir DIR: a variable in it may not be set")
-    if {"/", "\n"} & {*(request.name or "")}:
-        raise UserError(f"--name is {request.name!r}", "leave out the slash, or the line break")
+    if {*"/[]\n"} & {*(request.name or "")}:
+        remedy = "leave out slashes, brackets and line breaks"
+        raise UserError(f"--name is {request.name!r}", remedy)
 
 
 def _config_of(request: SubmitRequest) -> RunConfig:
