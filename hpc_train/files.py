@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -146,3 +147,29 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):  # a full disk needs its space
             partial.unlink()
         raise
+
+
+def parsed_object(line: bytes | str) -> dict[str, Any] | None:
+    """The object of a line of a file of JSON lines; None if it is damaged, cut off or no object."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def lines_of(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, as far as it can be read.
+
+    Args:
+        path: the file, which need not exist.
+        last_bytes: read only the lines that begin among these last bytes; None reads all.
+    """
+    with suppress(OSError), path.open("rb") as file:
+        if last_bytes is not None and (size := os.fstat(file.fileno()).st_size) > last_bytes:
+            file.seek(size - last_bytes)
+            file.readline()  # the end of a line
+        for line in file:
+            found = parsed_object(line.decode(errors="replace"))
+            if found is not None:
+                yield found
