@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_train.errors import plural
+from hpc_train.errors import plural, some_of
 from hpc_train.host.cores import physical_cores
 from hpc_train.mpi.group import Group
 
@@ -43,8 +43,7 @@ def shared_cores(ranks: Sequence[RankCores]) -> str:
     for several in machines.values():
         names = list(dict.fromkeys(rank.host for rank in several))
         if len(names) > 1:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            return f"hosts share cores: {', '.join(names[:_SHOWN])}{more} are one machine"
+            return f"hosts share cores: {some_of(names, _SHOWN)} are one machine"
         cores = len(frozenset().union(*(rank.cores for rank in several)))
         if len(several) > cores:
             few = plural(cores, "core")
