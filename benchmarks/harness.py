@@ -69,7 +69,7 @@ def on_ranks(ranks: int, module: str, *arguments: str, bind: bool = True) -> Any
         command = ["mpirun", "-np", str(ranks), "--oversubscribe"]
         command += ["--bind-to", "core" if bind and ranks <= cores else "none"]
         command += [sys.executable, "-m", module, "--result", str(result), *arguments]
-        environ = environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
+        environ = environment.for_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
         subprocess.run(command, env=environ, check=True)
         return json.loads(result.read_text())
 

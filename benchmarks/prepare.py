@@ -84,7 +84,7 @@ def command(folder: Path, tokenizer: str, ranks: int) -> list[str]:
 
 def environ() -> dict[str, str]:
     """The variables of the commands."""
-    return environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
+    return environment.for_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
 
 
 def measured(folder: Path, tokenizer: str, ranks: int, digests: set[str]) -> float:

@@ -183,7 +183,7 @@ def start(*words: str) -> None:
     cores = len(os.sched_getaffinity(0))
     command = ["mpirun", "-np", str(RANKS), "--oversubscribe"]
     command += ["--bind-to", "core" if cores >= RANKS else "none", sys.executable, "-m", *words]
-    environ = environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
+    environ = environment.for_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} failed:\n{done.stdout}\n{done.stderr}")

@@ -77,7 +77,7 @@ def start(what: str, *words: str, ranks: int = 1) -> tuple[float, list[dict[str,
             bound = "core" if ranks <= CORES else "none"
             launcher = ["mpirun", "-np", str(ranks), "--oversubscribe", "--bind-to", bound]
             command = [*launcher, *command]
-        environ = environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
+        environ = environment.for_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
         environ[WARM] = "off"  # a forked rank would leave a process that waits to be measured
         begin = time.perf_counter()
         done = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)

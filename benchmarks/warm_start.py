@@ -58,7 +58,7 @@ SHARES = ("process", "imports", "MPI_Init", "Allreduce")
 
 def environ(name: str, linger: float) -> dict[str, str]:
     """Variables for a launcher whose ranks share the fork server `name`; "off" starts them cold."""
-    given = environment.for_launcher(os.environ, os.geteuid())
+    given = environment.for_launcher(os.environ)
     warm = {key.WARM: name, key.LINGER: str(linger), key.WHY: "1", key.LOAD: "program"}
     return given | warm | {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
