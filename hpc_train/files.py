@@ -131,17 +131,28 @@ def reserve(descriptor: int, begin: int, nbytes: int) -> None:
         os.ftruncate(descriptor, begin + nbytes)
 
 
+def create(path: Path, content: Buffer, flag: int) -> None:
+    """Make a file and write its content, which is durable when this returns; its name is not yet.
+
+    Args:
+        path: the file.
+        content: the content.
+        flag: os.O_EXCL if the file must not exist yet, os.O_TRUNC if its old content goes.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag
+    descriptor = call("create", os.open, path, flags, 0o666)
+    try:
+        write_at(descriptor, content, 0)
+        call("sync", os.fsync, descriptor)
+    finally:
+        call("close", os.close, descriptor)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that readers see the old or the new content, never a part of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    descriptor = call("create", os.open, partial, flags, 0o666)
     try:
-        try:
-            write_at(descriptor, text.encode(), 0)
-            call("sync", os.fsync, descriptor)
-        finally:
-            call("close", os.close, descriptor)
+        create(partial, text.encode(), os.O_TRUNC)
         rename(partial, path)
     except OSError:
         with suppress(OSError):  # a full disk needs its space

@@ -367,13 +367,7 @@ def _make(folder: Path, number: int, mine: Owner) -> bool:
 
 def _create(path: Path, content: bytes) -> None:
     """Make a file that does not exist yet, durably."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = files.call("create", os.open, path, flags, 0o666)
-    try:
-        files.write_at(descriptor, content, 0)
-        files.call("sync", os.fsync, descriptor)
-    finally:
-        files.call("close", os.close, descriptor)
+    files.create(path, content, os.O_EXCL)
     files.sync_folder(path.parent)
 
 
