@@ -47,7 +47,7 @@ def waiting(words: list[str], folder: Path, run: Path) -> float:
     """Run a program on all ranks. Returns the share of a step that it waited for samples."""
     command = ["mpirun", "-np", str(RANKS), "--oversubscribe", sys.executable, *words]
     root = {"PYTHONPATH": str(EXAMPLE.parents[1]), "OMP_NUM_THREADS": "1"}
-    environ = environment.for_launcher(os.environ, os.geteuid()) | root
+    environ = environment.for_launcher(os.environ) | root
     done = subprocess.run(
         [*command, "--run.dir", str(run)],
         env=environ,

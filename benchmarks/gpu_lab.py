@@ -130,7 +130,7 @@ class Lab:
 
     def environ(self, *, gpu: bool) -> dict[str, str]:
         """The environment of a program; the GPU is hidden from it unless it may use it."""
-        made = {**environment.for_launcher(os.environ, os.geteuid()), **OVERSUBSCRIBE}
+        made = {**environment.for_launcher(os.environ), **OVERSUBSCRIBE}
         made["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(Path.cwd()), made.get("PYTHONPATH")])
         )

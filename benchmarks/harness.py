@@ -61,16 +61,24 @@ def in_turn(
     return samples
 
 
+def mpirun(ranks: int, *, bind: bool = True) -> list[str]:
+    """The launcher's words. With `bind` each rank has a core of its own if there are enough."""
+    bound = "core" if bind and ranks <= len(os.sched_getaffinity(0)) else "none"
+    return ["mpirun", "-np", str(ranks), "--oversubscribe", "--bind-to", bound]
+
+
+def environ() -> dict[str, str]:
+    """The variables with which ranks of one thread are started."""
+    return environment.for_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
+
+
 def on_ranks(ranks: int, module: str, *arguments: str, bind: bool = True) -> Any:
     """Run `python -m MODULE` on ranks of this machine. Returns what rank 0 gave to `hand_back`."""
-    cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory, "result.json")
-        command = ["mpirun", "-np", str(ranks), "--oversubscribe"]
-        command += ["--bind-to", "core" if bind and ranks <= cores else "none"]
-        command += [sys.executable, "-m", module, "--result", str(result), *arguments]
-        environ = environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=environ, check=True)
+        words = [sys.executable, "-m", module, "--result", str(result), *arguments]
+        command = [*mpirun(ranks, bind=bind), *words]
+        subprocess.run(command, env=environ(), check=True)
         return json.loads(result.read_text())
 
 

@@ -10,7 +10,6 @@ it; that must give the same bytes, too.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,6 @@ import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks import harness
-from hpc_train.mpi import environment
 
 NAME = "prepare"
 RANKS = (1, 2, 4)
@@ -75,24 +73,18 @@ def train_tokenizer(texts: Path, path: Path) -> None:
 
 def command(folder: Path, tokenizer: str, ranks: int) -> list[str]:
     """The command that prepares the texts in a folder."""
-    launcher = ["mpirun", "-np", str(ranks), "--oversubscribe", "--bind-to", "none"]
     name = "bytes" if tokenizer == "bytes" else str(folder / "tokenizer.json")
     words = [sys.executable, "-m", "hpc_train", "prepare", "text", str(folder / "texts")]
     words += ["--tokenizer", name, "--shard_mb", str(SHARD_MB[tokenizer])]
-    return [*(launcher if ranks > 1 else []), *words, "--out", str(folder / "out")]
-
-
-def environ() -> dict[str, str]:
-    """The variables of the commands."""
-    return environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
+    words += ["--out", str(folder / "out")]
+    return [*harness.mpirun(ranks, bind=False), *words] if ranks > 1 else words
 
 
 def measured(folder: Path, tokenizer: str, ranks: int, digests: set[str]) -> float:
     """Seconds of a whole preparation."""
     begin = time.perf_counter()
-    subprocess.run(
-        command(folder, tokenizer, ranks), env=environ(), check=True, stdout=subprocess.DEVNULL
-    )
+    words = command(folder, tokenizer, ranks)
+    subprocess.run(words, env=harness.environ(), check=True, stdout=subprocess.DEVNULL)
     taken = time.perf_counter() - begin
     digests.add(harness.digest(folder / "out"))
     shutil.rmtree(folder / "out")
@@ -108,7 +100,7 @@ def killed_and_continued(folder: Path, tokenizer: str) -> tuple[float, float, st
     """
     words = command(folder, tokenizer, 2)
     entries = ".out.partial/*/*-*.json"
-    started = subprocess.Popen(words, env=environ(), stdout=subprocess.DEVNULL)
+    started = subprocess.Popen(words, env=harness.environ(), stdout=subprocess.DEVNULL)
     while len([*folder.glob(entries)]) < 4 and started.poll() is None:
         time.sleep(0.01)
     for process in [*psutil.Process(started.pid).children(recursive=True), started]:
@@ -118,7 +110,7 @@ def killed_and_continued(folder: Path, tokenizer: str) -> tuple[float, float, st
         raise RuntimeError("it was killed too late: give more --mb")
     finished = len([*folder.glob(entries)])
     begin = time.perf_counter()
-    subprocess.run(words, env=environ(), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(words, env=harness.environ(), check=True, stdout=subprocess.DEVNULL)
     taken = time.perf_counter() - begin
     whole = len([path for path in (folder / "out").glob("*.h5") if path.stem.count("-") == 1])
     found = harness.digest(folder / "out")

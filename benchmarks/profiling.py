@@ -49,6 +49,7 @@ from hpc_train.mpi.clocks import ClockComparison, CommonTime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.phases import StepPhases
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.scaling.results import ERROR_OF_MEDIAN, QUARTILES_APART
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
@@ -235,7 +236,7 @@ def report(found: dict[str, Any], options: Namespace) -> None:
     for name, ratio in ratios.items():
         pairs = zip(samples[name.partition(" / ")[0]], samples[OFF], strict=True)
         low, _, high = statistics.quantiles([one / other for one, other in pairs], n=4)
-        error = 1.253 * (high - low) / 1.349 / len(samples[OFF]) ** 0.5
+        error = ERROR_OF_MEDIAN * (high - low) / QUARTILES_APART / len(samples[OFF]) ** 0.5
         print(f"{name}: {100 * (ratio - 1):+.2f} +- {100 * error:.2f} %")
     middles = harness.medians(samples) | {"marks per step": found["marks"], "mark": found["mark"]}
     harness.finish("profiling", ratios, middles, options.json)

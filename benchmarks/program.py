@@ -49,8 +49,8 @@ from hpc_train.data.prepare.work import prepare_text
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.job.program import run
 from hpc_train.models import GPT, linear
-from hpc_train.mpi import environment
 from hpc_train.mpi.group import Group
+from hpc_train.scaling.results import ERROR_OF_MEDIAN, QUARTILES_APART
 from hpc_train.training import gpt, planned
 from hpc_train.training.trainer import Trainer
 
@@ -169,7 +169,7 @@ def cost(config: Path, steps: int) -> tuple[float, float]:
     pairs = zip(found["own"][first:], found["bare"][first:], strict=True)
     ratios = [100 * (own / bare - 1) for own, bare in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    return middle, 1.253 * (high - low) / 1.349 / len(ratios) ** 0.5
+    return middle, ERROR_OF_MEDIAN * (high - low) / QUARTILES_APART / len(ratios) ** 0.5
 
 
 def steady(seconds: list[float], passed: int) -> float:
@@ -180,10 +180,8 @@ def steady(seconds: list[float], passed: int) -> float:
 
 def start(*words: str) -> None:
     """Run Python on all ranks. Each has a core of its own if there are enough."""
-    cores = len(os.sched_getaffinity(0))
-    command = ["mpirun", "-np", str(RANKS), "--oversubscribe"]
-    command += ["--bind-to", "core" if cores >= RANKS else "none", sys.executable, "-m", *words]
-    environ = environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
+    command = [*harness.mpirun(RANKS), sys.executable, "-m", *words]
+    environ = harness.environ()
     done = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} failed:\n{done.stdout}\n{done.stderr}")

@@ -46,7 +46,6 @@ from rich.table import Table as Grid
 from benchmarks import harness
 from benchmarks.table_rows import FORMATS, TARGET, write_rows
 from hpc_train.data.tables.table_manifest import read_table_manifest
-from hpc_train.mpi import environment
 from hpc_train.warm.key import WARM
 
 CORES = len(os.sched_getaffinity(0))
@@ -74,10 +73,8 @@ def start(what: str, *words: str, ranks: int = 1) -> tuple[float, list[dict[str,
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.table_rank", f"{folder}/rank", what, *words]
         if ranks > 1:
-            bound = "core" if ranks <= CORES else "none"
-            launcher = ["mpirun", "-np", str(ranks), "--oversubscribe", "--bind-to", bound]
-            command = [*launcher, *command]
-        environ = environment.for_launcher(os.environ, os.geteuid()) | {"OMP_NUM_THREADS": "1"}
+            command = [*harness.mpirun(ranks), *command]
+        environ = harness.environ()
         environ[WARM] = "off"  # a forked rank would leave a process that waits to be measured
         begin = time.perf_counter()
         done = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)

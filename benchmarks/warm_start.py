@@ -12,7 +12,6 @@ limit is the same program without those imports. Memory is the proportional resi
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import harness
-from hpc_train.mpi import environment
 from hpc_train.warm import key, meeting, stand_in
 
 IMPORTS = "import torch, numpy, h5py"
@@ -58,14 +56,8 @@ SHARES = ("process", "imports", "MPI_Init", "Allreduce")
 
 def environ(name: str, linger: float) -> dict[str, str]:
     """Variables for a launcher whose ranks share the fork server `name`; "off" starts them cold."""
-    given = environment.for_launcher(os.environ, os.geteuid())
     warm = {key.WARM: name, key.LINGER: str(linger), key.WHY: "1", key.LOAD: "program"}
-    return given | warm | {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-
-
-def mpirun(ranks: int) -> list[str]:
-    """The launcher's command line."""
-    return ["mpirun", "-np", str(ranks), "--oversubscribe", "--bind-to", "none"]
+    return harness.environ() | warm | {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 class Starts:
@@ -125,7 +117,7 @@ class Starts:
         program = stand_in.command([str(path)])
         if kind in ("cold", "no imports"):
             program = [sys.executable, str(path)]
-        return [*mpirun(self.ranks), *program]
+        return [*harness.mpirun(self.ranks, bind=False), *program]
 
 
 def _is_of(process: psutil.Process, folder: Path, server: str) -> bool:

@@ -174,7 +174,7 @@ def train(run: Path, every: int, until: Callable[[], bool] | None = None, number
     command = [*launcher(), *hpc_train(*options)]
     shown = [*launcher(), "hpc-train", *options]
     print(f"$ {' '.join(shown)}", flush=True)
-    environ = environment.for_launcher(os.environ, os.geteuid())
+    environ = environment.for_launcher(os.environ)
     environ |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
     environ |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     with subprocess.Popen(

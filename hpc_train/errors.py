@@ -24,6 +24,7 @@ import errno
 import os
 import sys
 import types
+from collections.abc import Sequence
 from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any, Literal, TextIO, Union, get_args, get_origin, get_type_hints
@@ -59,6 +60,22 @@ def plural(count: int, one: str, several: str = "") -> str:
     """
     regular = f"{one}es" if one.endswith("ch") else f"{one}s"
     return f"{count} {one if count == 1 else several or regular}"
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names for a message: "a, b and 3 more".
+
+    Args:
+        names: the names.
+        most: number of names that are shown at most.
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; the name of its class if it has no text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class HpcTrainError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -135,19 +136,64 @@ def is_there(path: Path) -> bool:
     return os.path.exists(path)  # noqa: PTH110  # Path.exists raises such an error
 
 
+def create(path: Path, content: Buffer, flag: int) -> None:
+    """Make a file and write its content, which is durable when this returns; its name is not yet.
+
+    Args:
+        path: the file.
+        content: the content.
+        flag: os.O_EXCL if the file must not exist yet, os.O_TRUNC if its old content goes.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag
+    descriptor = call("create", os.open, path, flags, 0o666)
+    try:
+        write_at(descriptor, content, 0)
+        call("sync", os.fsync, descriptor)
+    finally:
+        call("close", os.close, descriptor)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that readers see the old or the new content, never a part of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    descriptor = call("create", os.open, partial, flags, 0o666)
     try:
-        try:
-            write_at(descriptor, text.encode(), 0)
-            call("sync", os.fsync, descriptor)
-        finally:
-            call("close", os.close, descriptor)
+        create(partial, text.encode(), os.O_TRUNC)
         rename(partial, path)
     except OSError:
         with suppress(OSError):  # a full disk needs its space
             partial.unlink()
         raise
+
+
+def parsed_object(line: bytes | str) -> dict[str, Any] | None:
+    """The object of a line of a file of JSON lines; None if it is damaged, cut off or no object."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def lines_of(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, as far as it can be read.
+
+    Args:
+        path: the file, which need not exist.
+        last_bytes: read only the lines that begin among these last bytes; None reads all.
+    """
+    with suppress(OSError), path.open("rb") as file:
+        if last_bytes is not None and (size := os.fstat(file.fileno()).st_size) > last_bytes:
+            file.seek(size - last_bytes)
+            file.readline()  # the end of a line
+        for line in file:
+            found = parsed_object(line.decode(errors="replace"))
+            if found is not None:
+                yield found
+
+
+def system_text(path: Path | str) -> str:
+    """The text of a small file of Linux, without blanks around it; "" where it cannot be read."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:  # no /proc or /sys in this container
+        return ""

@@ -1,11 +1,19 @@
-"""Random damage to the bytes of a file."""
+"""Damage to the bytes of a file, most of it random."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 Damage = Callable[[bytearray, Random], bytes | bytearray]
+
+
+def flip_bit(path: Path, place: int) -> None:
+    """The lowest bit of the byte at a place of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
 
 
 def flip(data: bytearray, random: Random) -> bytearray:

@@ -37,7 +37,7 @@ FORKED = (
     "info",
 )  # verbs that load libraries
 ENVIRON = (
-    environment.for_launcher(os.environ, os.geteuid())
+    environment.for_launcher(os.environ)
     | WARM
     | {
         "OMP_NUM_THREADS": "1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,6 +28,8 @@ PARAMETERS = 8
 OF_TORCH = {"_Normalize.forward"}
 # scikit-learn reads an estimator's parameters from this signature.
 OF_SCIKIT_LEARN = {"Classifier.__init__", "Regressor.__init__"}
+# Packages whose docstring lists some of their modules alone.
+LISTS_A_PART = {"launch/schedulers/__init__.py"}
 TESTS = Path(__file__).parent
 # Folders of tests that belong to no module: whole programs, and the emulated cluster.
 WHOLE = {"cluster", "system"}
@@ -69,6 +72,18 @@ def test_the_package_has_few_files_beside_its_folders():
 def test_modules_are_short():
     lengths = {module: len((ROOT / module).read_text().splitlines()) for module in MODULES}
     assert not {module: length for module, length in lengths.items() if length > LINES}
+
+
+def test_a_list_of_modules_names_all_of_them():
+    """Where the docstring of a package has a line "name.py  what it does", each module has one."""
+    missing = {}
+    for module, tree in MODULES.items():
+        doc = ast.get_docstring(tree) or ""
+        listed = set(re.findall(r"\w+(?=\.py\b)|^\w+(?=  )", doc, re.M))
+        if module.endswith("__init__.py") and listed and module not in LISTS_A_PART:
+            modules = {path.stem for path in (ROOT / module).parent.glob("[!_]*.py")}
+            missing[module] = modules - listed
+    assert not {module: names for module, names in missing.items() if names}
 
 
 def test_functions_take_few_parameters():

@@ -21,6 +21,8 @@ engines     ways to write: POSIX, MPI-IO; stripes on Lustre
 reading     header and extents of a file, verified: one rank, without torch
 restore     fills the tensors of all ranks from a file
 weights     weights alone: start from them
+merged      the weights with adapters merged into them
+adapters    writes the adapters alone, as PEFT has them
 export      write them for other programs
 inspection  verify one file, compare two
 """

@@ -20,7 +20,7 @@ import torch
 
 from hpc_train.checkpoint.exchange import Exchange
 from hpc_train.checkpoint.parts import Bytes
-from hpc_train.errors import CheckpointError
+from hpc_train.errors import CheckpointError, first_line
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
@@ -141,9 +141,8 @@ def enough_memory(what: str) -> Iterator[None]:
         # torch's allocators raise a RuntimeError whose text has the word.
         if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise
-        first = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"there is no memory for {what} of a checkpoint ({first})",
+            f"there is no memory for {what} of a checkpoint ({first_line(error)})",
             "give each rank more memory, or set checkpoint.background to false",
         ) from error
 

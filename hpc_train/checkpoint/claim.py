@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from hpc_train import files
 from hpc_train.errors import ClaimError, unwritable
+from hpc_train.host.process import begun_ticks
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
@@ -96,7 +97,7 @@ class Owner:
     boot: str
     space: str
     process: int
-    begin: int
+    begin: int | None
     timeout: float
 
     @classmethod
@@ -107,11 +108,11 @@ class Owner:
             place=place,
             user=os.getuid(),
             host=socket.gethostname(),
-            machine=_content("/etc/machine-id"),
-            boot=_content("/proc/sys/kernel/random/boot_id"),
+            machine=files.system_text("/etc/machine-id"),
+            boot=files.system_text("/proc/sys/kernel/random/boot_id"),
             space=str(Path("/proc/self/ns/pid").stat().st_ino),
             process=os.getpid(),
-            begin=_begin(os.getpid()),
+            begin=begun_ticks(os.getpid()),
             timeout=timeout,
         )
 
@@ -126,8 +127,8 @@ class Owner:
     def has_ended(self, seen_by: Owner) -> bool | None:
         """Whether its process is gone; None if the process `seen_by` cannot tell."""
         if self.boot == seen_by.boot and self.space == seen_by.space:
-            begin = _begin(self.process)
-            if begin < 0 and self.user != seen_by.user:
+            begin = begun_ticks(self.process)
+            if begin is None and self.user != seen_by.user:
                 return None  # /proc may hide the processes of other users (hidepid)
             return begin != self.begin
         rebooted = (self.host, self.machine) == (seen_by.host, seen_by.machine)
@@ -374,13 +375,7 @@ def _make(folder: Path, number: int, mine: Owner) -> bool:
 
 def _create(path: Path, content: bytes) -> None:
     """Make a file that does not exist yet, durably."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = files.call("create", os.open, path, flags, 0o666)
-    try:
-        files.write_at(descriptor, content, 0)
-        files.call("sync", os.fsync, descriptor)
-    finally:
-        files.call("close", os.close, descriptor)
+    files.create(path, content, os.O_EXCL)
     files.sync_folder(path.parent)
 
 
@@ -393,19 +388,3 @@ def _silent(folder: Path, number: int, token: str) -> float:
             return max(0.0, os.fstat(now).st_mtime - os.fstat(then).st_mtime)
     finally:
         files.remove(probe)
-
-
-def _content(path: str) -> str:
-    with suppress(OSError):
-        return Path(path).read_text().strip()
-    return ""
-
-
-def _begin(process: int) -> int:
-    """When a process began, in ticks since the boot; -1 if it has ended."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return -1
-    state, *rest = text.rpartition(")")[2].split()  # proc(5), fields 3 and up
-    return -1 if state in "ZX" else int(rest[18])

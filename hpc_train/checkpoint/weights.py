@@ -31,7 +31,7 @@ from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.state import MODEL
 from hpc_train.collectives import connect
 from hpc_train.collectives.overwrite import overwrite
-from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
+from hpc_train.errors import CheckpointMismatch, ConfigError, DataError, some_of
 from hpc_train.models.lora import is_adapter
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
@@ -98,7 +98,7 @@ def start_from(
             source, fresh = _converted(source, convert), getattr(convert, "fresh", ())
         if frozen := [name for name in wanted if name in fresh and not trained[name]]:
             raise ConfigError(
-                f"the weights lack all or a part of {_few(frozen)}, which would stay random, as "
+                f"the weights lack all or a part of {some_of(frozen)}, which would stay random, as "
                 "section finetune does not train it",
                 "name it in finetune.patterns, or set finetune.head true for the head",
             )
@@ -284,7 +284,7 @@ def _check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> 
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
                 f"checkpoint.{key}: the model has no tensor {pattern}; "
-                f"the first ones are {_few(names)}",
+                f"the first ones are {some_of(names)}",
                 "name it as there",
             )
 
@@ -302,14 +302,14 @@ def _check(
     if not wanted:
         raise ConfigError(
             "checkpoint.include and exclude leave no tensor of the model",
-            f"its first ones are {_few(list(all_forms))}",
+            f"its first ones are {some_of(list(all_forms))}",
         )
     for name, (dtype, shape) in wanted.items():
         remedy = (
             f"give other weights; to keep its initial values, name {name} in checkpoint.exclude"
         )
         if name not in source.forms:
-            there = f"; it has {_few(list(source.forms))}" if source.forms else ""
+            there = f"; it has {some_of(list(source.forms))}" if source.forms else ""
             raise CheckpointMismatch(f"{source.path} has no {name}{there}", remedy)
         word, have = source.forms[name]
         if word.startswith("F8_") and word != format_dtypes().get(dtype):
@@ -332,15 +332,10 @@ def _tell(
 ) -> None:
     left = [name for name in forms if name not in wanted]
     unknown = [name for name in source.forms if name not in forms]
-    kept = f"; initial values in {_few(left)}" if left else ""
-    more = f"; not of this model: {_few(unknown)}" if unknown else ""
+    kept = f"; initial values in {some_of(left)}" if left else ""
+    more = f"; not of this model: {some_of(unknown)}" if unknown else ""
     counts = f"{len(wanted)} of {len(forms)} tensors"
     logger.info("starting from the weights of %s: %s%s%s", source.path, counts, kept, more)
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 def selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:

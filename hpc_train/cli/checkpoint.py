@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_train import files
 from hpc_train.cli.verb import Parser
-from hpc_train.errors import EXIT_FAILURE, CheckpointError, CheckpointMismatch, ConfigError
+from hpc_train.errors import (
+    EXIT_FAILURE,
+    CheckpointError,
+    CheckpointMismatch,
+    ConfigError,
+    some_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,8 +126,7 @@ def _verify(path: Path, *, foreign: bool = False) -> int:
     try:
         for begin, end, names in inspection.damaged(path):
             damage = EXIT_FAILURE
-            more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-            shown = ", ".join(names[:_NAMES_SHOWN]) + more
+            shown = some_of(names, _NAMES_SHOWN)
             print(f"{path}: bytes {begin} to {end} are not what was saved: {shown}")
     except (CheckpointError, CheckpointMismatch) as error:
         if isinstance(error, CheckpointMismatch) and not foreign:

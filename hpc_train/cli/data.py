@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import Parser
-from hpc_train.errors import DataError, plural
+from hpc_train.errors import DataError, plural, some_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,10 +160,8 @@ def verify_data(
     if damaged:
         total = len(every) + (tokenizer != BYTES)
         names = sorted({str(one["file"]) for one in damaged})
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         raise DataError(
-            f"{folder}: damaged files: {len(names)} of {total}: "
-            f"{', '.join(names[:NAMES_SHOWN])}{more}",
+            f"{folder}: damaged files: {len(names)} of {total}: {some_of(names, NAMES_SHOWN)}",
             "copy these files again, or prepare the data again",
         )
     if not as_json:

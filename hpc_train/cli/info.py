@@ -270,7 +270,7 @@ def _write(
         lines = [", ".join(about["hosts"]), *(f"warning: {text}" for text in about["warnings"])]
         drawing = svg(figures, f"Collectives: {title}", [*lines, *about["notes"]])
         html = Path(plot).suffix == ".html"
-        texts[plot] = chart_page(drawing, "Collectives") if html else drawing
+        texts[plot] = chart_page(drawing) if html else drawing
     for name, text in texts.items():
         try:
             writing.write_text(Path(name), text)

@@ -150,7 +150,7 @@ def prepare_together(world: Group, make: Callable[[], PrepareRequest]) -> Manife
         The manifest of the new folder, on all ranks.
 
     Raises:
-        DataError: as `prepare.prepare_text`; on all ranks.
+        DataError: as `prepare_text` of data/prepare/work.py; on all ranks.
         SetupError: a library is needed and missing; on all ranks.
     """
     from hpc_train.data.prepare.work import begun, finish, work

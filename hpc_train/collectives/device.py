@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.collectives.coroutines import Coroutine
-from hpc_train.errors import HpcTrainError, SetupError, UserError
+from hpc_train.errors import HpcTrainError, SetupError, UserError, first_line
 from hpc_train.mpi.agreement import agreed, all_arrive, settle
 from hpc_train.mpi.group import Group
 
@@ -145,7 +145,7 @@ class DeviceCollectives:
         if failure is not None:
             raise HpcTrainError(
                 f"a sum over the GPUs of {self.group.size} ranks failed on rank {self.group.rank} "
-                f"of them ({self.group.host}): {_first_line(failure)}",
+                f"of them ({self.group.host}): {first_line(failure)}",
                 f"set NCCL_DEBUG=INFO to see why, or {MPI_INSTEAD}",
             )
 
@@ -214,7 +214,7 @@ def _store_at(host: str, port: int, *, first: bool) -> Any:
         )
     except RuntimeError as error:
         raise SetupError(
-            f"port {port} of {host} cannot be opened: {_first_line(error)}",
+            f"port {port} of {host} cannot be opened: {first_line(error)}",
             f"{MPI_INSTEAD} if ranks may not open ports",
         ) from None
 
@@ -236,7 +236,7 @@ def _connected_within(group: Group, connect: Callable[[], None]) -> None:
         except Exception as error:  # noqa: BLE001  it is raised in the main thread
             failures.append(
                 SetupError(
-                    f"the GPUs of {group.size} ranks cannot be connected: {_first_line(error)}",
+                    f"the GPUs of {group.size} ranks cannot be connected: {first_line(error)}",
                     f"set NCCL_DEBUG=INFO to see why, or {MPI_INSTEAD}",
                 )
             )
@@ -257,10 +257,6 @@ def _late(group: Group) -> SetupError:
         f"the GPUs of {group.size} ranks are not connected after {CONNECT_SECONDS:.0f} s",
         f"look for a rank that told an error, set NCCL_DEBUG=INFO, or {MPI_INSTEAD}",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def gpu_uuid(device: torch.device) -> str:

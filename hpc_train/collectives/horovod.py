@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from hpc_train.collectives.overwrite import overwrite
+from hpc_train.collectives.overwrite import bits, bring_back
 from hpc_train.collectives.protocol import WIDENED, Pending
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
@@ -67,9 +66,9 @@ class HorovodCollectives:
             f"broadcast {root}",
             near,
             lambda name: self.hvd.broadcast_async_(
-                _bits(near), self.ranks[root], name=name, process_set=self.process_set
+                bits(near), self.ranks[root], name=name, process_set=self.process_set
             ),
-            lambda _: _replaced(tensor, near),
+            lambda _: bring_back(tensor, near),
         ).wait()
 
     def start_sum_(self, tensor: Tensor) -> Pending:
@@ -84,7 +83,7 @@ class HorovodCollectives:
             "gather",
             first,
             lambda name: self.hvd.allgather_async(
-                _bits(first), name=name, process_set=self.process_set
+                bits(first), name=name, process_set=self.process_set
             ),
             lambda bits: _moved(bits.view(tensor.dtype).view(shape), dim),
         )
@@ -123,7 +122,7 @@ class HorovodCollectives:
             lambda name: self.hvd.allreduce_async_(
                 near, op=operation, name=name, process_set=self.process_set
             ),
-            lambda _: _replaced(tensor, near),
+            lambda _: bring_back(tensor, near),
         )
 
     def _begin(
@@ -180,11 +179,6 @@ class Begun:
         return self.handle is None or bool(self.owner.hvd.poll(self.handle))
 
 
-def _bits(near: Tensor) -> Tensor:
-    """A contiguous tensor's bytes: Horovod does not send all types."""
-    return near.view(-1).view(torch.uint8)
-
-
 def _wide(near: Tensor) -> Tensor:
     """The tensor in a type in which Horovod is to add it."""
     return near.float() if near.dtype in WIDENED else near
@@ -193,9 +187,3 @@ def _wide(near: Tensor) -> Tensor:
 def _moved(result: Tensor, dim: int) -> Tensor:
     """A result with its first dimension moved back to `dim`."""
     return result.movedim(0, dim).contiguous()
-
-
-def _replaced(tensor: Tensor, near: Tensor) -> Tensor:
-    if near.data_ptr() != tensor.data_ptr():
-        overwrite(tensor, near)
-    return tensor

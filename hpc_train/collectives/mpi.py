@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpc_train.collectives.overwrite import overwrite
+from hpc_train.collectives.overwrite import bits, bring_back
 from hpc_train.collectives.protocol import WIDENED, Done, Pending
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.traffic import Operation
@@ -136,7 +136,7 @@ class MpiCollectives:
         with self.group.waiting(self._broadcast), self._counted("broadcasts", near):
             for piece in pieces(near):
                 self.comm.Bcast([piece, MPI.BYTE], root=root)
-        _bring_back(tensor, near)
+        bring_back(tensor, near)
 
     def start_sum_(self, tensor: Tensor) -> Pending:
         """Begin `sum_` of a contiguous tensor."""
@@ -187,7 +187,7 @@ class MpiCollectives:
             if size * near.nbytes <= LARGEST_MESSAGE:
                 self.comm.Allgather([_buffer(near), MPI.BYTE], [_buffer(whole), MPI.BYTE])
             else:
-                self._gather_in_parts(_bits(near), _bits(whole).view(size, near.nbytes))
+                self._gather_in_parts(bits(near), bits(whole).view(size, near.nbytes))
         return _joined(whole, dim).to(tensor.device)
 
     def _gather_in_parts(self, mine: Tensor, every: Tensor) -> None:
@@ -246,7 +246,7 @@ class MpiCollectives:
         with self.group.waiting(what), self._counted("sums", near):
             for piece in pieces(near):
                 self.comm.Allreduce(MPI.IN_PLACE, [piece, datatype], op=operation)
-        _bring_back(tensor, near)
+        bring_back(tensor, near)
 
 
 def _of_thread(group: Group) -> Group:
@@ -300,10 +300,6 @@ def _buffer(tensor: Tensor) -> Any:
     return tensor if tensor.is_cuda else MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
-def _bits(near: Tensor) -> Tensor:
-    return near.view(-1).view(torch.uint8)
-
-
 def pieces(near: Tensor) -> list[Any]:
     """A contiguous tensor as buffers for mpi4py, of 1 GiB at most, which live as long as it."""
     if near.nbytes <= LARGEST_MESSAGE:
@@ -321,11 +317,6 @@ def _columns(count: int, nbytes: int) -> list[slice]:
     """
     most = max(1, LARGEST_MESSAGE // nbytes)
     return [slice(first, min(first + most, count)) for first in range(0, count, most)]
-
-
-def _bring_back(tensor: Tensor, near: Tensor) -> None:
-    if near.data_ptr() != tensor.data_ptr():
-        overwrite(tensor, near)
 
 
 def _joined(pieces: Tensor, dim: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,18 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
         if not stride and tensor.shape[dim] > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
     tensor.copy_(values)
+
+
+def bring_back(tensor: Tensor, near: Tensor) -> Tensor:
+    """Overwrite a tensor by what was received in its place, unless that is the tensor itself."""
+    if near.data_ptr() != tensor.data_ptr():
+        overwrite(tensor, near)
+    return tensor
+
+
+def bits(near: Tensor) -> Tensor:
+    """A contiguous tensor's bytes: Horovod does not send all types, and MPI knows few."""
+    return near.view(-1).view(torch.uint8)
 
 
 def is_expanded(tensor: Tensor) -> bool:

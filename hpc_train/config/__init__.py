@@ -2,6 +2,7 @@
 
 sections.py   one frozen dataclass per section, which checks its own values
 spread.py     the sections that say how a job is spread over its ranks
+model.py      the section of the model: the keys of each kind, and their defaults
 finetune.py   the section that says which parameters of a trained model are trained further
 profile.py    the keys that say which steps of a run are profiled
 mixture.py    checks a list of folders with weights

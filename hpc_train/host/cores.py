@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from hpc_train.files import system_text
+
 CPUS = Path("/sys/devices/system/cpu")
 
 
@@ -17,11 +19,5 @@ def physical_cores(cpus: Iterable[int], root: Path = CPUS) -> set[str]:
         cpus: hardware threads, as `os.sched_getaffinity` numbers them.
         root: takes the place of /sys/devices/system/cpu.
     """
-    return {_siblings(root / f"cpu{cpu}") or str(cpu) for cpu in cpus}
-
-
-def _siblings(cpu: Path) -> str:
-    try:
-        return (cpu / "topology/thread_siblings_list").read_text().strip()
-    except OSError:  # no /sys in this container
-        return ""
+    siblings = {cpu: root / f"cpu{cpu}/topology/thread_siblings_list" for cpu in cpus}
+    return {system_text(path) or str(cpu) for cpu, path in siblings.items()}

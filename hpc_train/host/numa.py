@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.files import system_text
+
 SYSTEM = Path("/sys/devices/system")  # Linux: Documentation/ABI/stable/sysfs-devices-node
 LOCAL, REMOTE = 10, 20  # the distances that Linux assumes where the firmware tells none
 
@@ -43,10 +45,10 @@ def read_numa(root: Path = SYSTEM) -> NumaNodes:
         root: takes the place of /sys/devices/system.
     """
     folders = {int(path.name[4:]): path for path in root.glob("node/node[0-9]*")}
-    cpus = {node: _numbers(_text(folders[node] / "cpulist")) for node in sorted(folders)}
+    cpus = {node: _numbers(system_text(folders[node] / "cpulist")) for node in sorted(folders)}
     distances = {}
     for node in cpus:
-        told = [int(word) for word in _text(folders[node] / "distance").split()]
+        told = [int(word) for word in system_text(folders[node] / "distance").split()]
         assumed = [LOCAL if other == node else REMOTE for other in cpus]
         # Linux lists the distances in the order of the nodes, which need not be 0, 1, 2.
         distances[node] = dict(zip(cpus, told if len(told) == len(cpus) else assumed, strict=True))
@@ -57,10 +59,3 @@ def _numbers(text: str) -> set[int]:
     """Read the kernel's notation of a list, such as 0-3,8,10-11."""
     ends = [part.split("-") for part in text.split(",") if part]
     return {number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # no /sys in this container
-        return ""

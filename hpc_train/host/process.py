@@ -1,4 +1,4 @@
-"""When this process began, so that the time of its start-up can be counted."""
+"""When a process began; so the time of a start-up can be counted, and a process be known."""
 
 from __future__ import annotations
 
@@ -7,23 +7,34 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-OWN_STAT = Path("/proc/self/stat")
+from hpc_train.files import system_text
+
+PROC = Path("/proc")
 STARTED_AT = 19  # the place of the start time among the fields behind the program's name; proc(5)
 
 
-def seconds_since_begin(stat: Path = OWN_STAT) -> float:
+def begun_ticks(process: int | str, root: Path = PROC) -> int | None:
+    """When a process began, in ticks since the boot; None if it has ended, or Linux does not tell.
+
+    Args:
+        process: its number, or "self".
+        root: takes the place of /proc.
+    """
+    # The name of a program may have blanks and brackets.
+    fields = system_text(root / f"{process}/stat").rpartition(")")[2].split()
+    return int(fields[STARTED_AT]) if fields[STARTED_AT:] and fields[0] not in "XZ" else None
+
+
+def seconds_since_begin(root: Path = PROC) -> float:
     """Seconds since this process began; since its fork, if it was forked. 0 if Linux does not tell.
 
     Args:
-        stat: takes the place of /proc/self/stat.
+        root: takes the place of /proc.
     """
-    try:
-        fields = (
-            stat.read_text().rpartition(")")[2].split()
-        )  # the name may have blanks and brackets
-        started = int(fields[STARTED_AT]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+    ticks = begun_ticks("self", root)
+    if ticks is None:
         return 0.0
+    started = ticks / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hpc_train import files
-from hpc_train.errors import UserError, plural
+from hpc_train.errors import UserError, plural, some_of
 from hpc_train.host.memory import free_bytes
 from hpc_train.job.devices import used_devices
 from hpc_train.mpi.agreement import agreed, from_first, same
@@ -323,6 +323,5 @@ def _with_slow(
     slow = sorted((entry for entry in seconds if entry[0] > SLOW * median), reverse=True)
     if not slow:
         return PreflightFinding(what, text)
-    named = ", ".join(f"{who} {second / median:.1f} times" for second, who in slow[:SLOW_SHOWN])
-    more = f" and {len(slow) - SLOW_SHOWN} more" if len(slow) > SLOW_SHOWN else ""
-    return PreflightFinding(what, f"{text}; slower: {named}{more}", False)
+    named = some_of([f"{who} {second / median:.1f} times" for second, who in slow], SLOW_SHOWN)
+    return PreflightFinding(what, f"{text}; slower: {named}", False)

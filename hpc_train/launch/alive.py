@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.checkpoint.claim import FOLDER, NOWHERE, Owner
-from hpc_train.launch.recent import last_records
+from hpc_train.files import lines_of
+from hpc_train.launch.recent import LAST_BYTES
 
 SILENCE = 90.0  # seconds without a heartbeat after which a job has ended; it beats every 10 s
 
@@ -40,14 +41,15 @@ def state_in_words(run: Path) -> str:
         return "running"
     events = [
         event
-        for event in last_records(run / "events.jsonl")
+        for event in lines_of(run / "events.jsonl", LAST_BYTES)
         if event.get("event") in ("start", "end")
     ]
     if events and events[-1]["event"] == "end":
         words = (str(events[-1].get(key) or "") for key in ("reason", "why"))
         return ": ".join(word for word in words if word)
     begun = events[-1].get("time") if events else None
-    for attempt in last_records(run / "launch.jsonl")[-1:]:  # says it of ranks that were killed
+    attempts = list(lines_of(run / "launch.jsonl", LAST_BYTES))
+    for attempt in attempts[-1:]:  # says it of ranks that were killed
         told, ended = str(attempt.get("cause") or ""), attempt.get("time")
         later = isinstance(begun, int | float) and isinstance(ended, int | float) and ended >= begun
         if attempt.get("event") == "end" and told and (begun is None or later):

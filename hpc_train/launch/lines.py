@@ -151,7 +151,7 @@ def open_mpi(program: str, job: LaunchedJob) -> Line:
     if job.hosts:
         words += [word for name in job.forwarded for word in ("-x", name)]
         environ |= KEEPALIVE
-    return Line([*words, *job.words], {**for_launcher({}, os.geteuid()), **environ})
+    return Line([*words, *job.words], {**for_launcher({}), **environ})
 
 
 def hydra(program: str, job: LaunchedJob) -> Line:
@@ -207,7 +207,7 @@ def srun(program: str, plugin: str, job: LaunchedJob) -> Line:
 def horovodrun(program: str, job: LaunchedJob) -> Line:
     """Horovod's launcher. It starts the mpirun of Open MPI up to version 4, and binds no ranks."""
     words = [program, "-np", str(job.ranks), "-H", job.listed() or f"localhost:{job.ranks}"]
-    return Line([*words, *job.words], for_launcher({}, os.geteuid()))
+    return Line([*words, *job.words], for_launcher({}))
 
 
 def flux_run(options: Sequence[str], job: LaunchedJob) -> Line:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from hpc_train.errors import UserError
+from hpc_train.files import lines_of
 from hpc_train.launch import SchedulerName
 from hpc_train.launch.protocol import QUEUED
 from hpc_train.launch.schedulers import QueuedJob, Scheduler, scheduler_of
@@ -35,17 +36,8 @@ def record_queued(run: Path, scheduler: SchedulerName, job: str, task: int | Non
 
 def read_events(run: Path) -> list[dict[str, Any]]:
     """The lines of jobs.jsonl of a run and its tasks; a line that cannot be read is left out."""
-    events = []
-    for directory in (run, *sorted(run.glob("task-*"))):
-        text = ""
-        with suppress(OSError):
-            text = (directory / QUEUED).read_text(errors="replace")
-        for line in text.splitlines():
-            with suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict):
-                    events.append(event)
-    return events
+    folders = (run, *sorted(run.glob("task-*")))
+    return [event for folder in folders for event in lines_of(folder / QUEUED)]
 
 
 def jobs_of(run: Path) -> tuple[Scheduler | None, list[str]]:

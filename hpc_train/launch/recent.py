@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +12,7 @@ from typing import Any
 import yaml
 
 from hpc_train.errors import plural
+from hpc_train.files import lines_of
 from hpc_train.times import time_text
 
 LAST_BYTES = 1 << 17  # of metrics.jsonl, in which its last records lie
@@ -32,7 +31,7 @@ class RecentRecords:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self.records = last_records(run / "metrics.jsonl")
+        self.records = list(lines_of(run / "metrics.jsonl", LAST_BYTES))
 
     @property
     def last(self) -> dict[str, Any]:
@@ -142,36 +141,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return drawn
 
 
-def _starts(path: Path) -> list[dict[str, Any]]:
-    """The events "start"; a newer one may be followed by many others."""
-    found = []
-    with suppress(OSError), path.open("rb") as file:
-        for line in file:
-            if b'"start"' in line:
-                with suppress(ValueError):
-                    event = json.loads(line)
-                    found += [event] if isinstance(event, dict) else []
-    return [event for event in found if event.get("event") == "start"]
-
-
-def last_records(path: Path) -> list[dict[str, Any]]:
-    """The last records; a line that is not whole, or no record, is left out."""
-    records = []
-    with suppress(OSError), path.open("rb") as file:
-        begin = max(0, os.fstat(file.fileno()).st_size - LAST_BYTES)
-        file.seek(begin)
-        lines = file.read().splitlines()
-        for line in lines[1:] if begin else lines:
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    records.append(record)
-    return records
-
-
 def _steps(run: Path) -> int:
     """The last step by the newest start, or by config.yaml; 0 if neither names one."""
-    for start in reversed(_starts(run / "events.jsonl")):
+    starts = [event for event in lines_of(run / "events.jsonl") if event.get("event") == "start"]
+    for start in reversed(starts):
         if isinstance(start.get("steps"), int):
             return int(start["steps"])
     with suppress(OSError, ValueError, yaml.YAMLError, TypeError, LookupError, RecursionError):

@@ -5,7 +5,6 @@ The line keeps its binding. Each attempt puts its own numbers into the line, and
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 from functools import partial
@@ -87,7 +86,7 @@ def _srun(words: list[str], job: LaunchedJob) -> Line:
 def _mpiexec(words: list[str], kind: str, job: LaunchedJob) -> Line:
     filled, environ, hosts = _filled(words, job), dict[str, str](), list[str]()
     if kind == "open_mpi":
-        environ = for_launcher({}, os.geteuid())
+        environ = for_launcher({})
     if job.hosts and kind == "open_mpi":
         environ |= KEEPALIVE
         hosts = ["--host", job.listed(), *(w for name in job.forwarded for w in ("-x", name))]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
+
+from hpc_train.files import lines_of
 
 WITH_COSTS = ("metrics.jsonl", "events.jsonl")
 TAIL_BYTES = 1 << 16  # of each of these files, among whose lines the last costs are
@@ -65,11 +66,7 @@ def costs_in(directory: Path) -> SpentCosts:
     """The largest costs that records and events of a run directory tell of."""
     found = [SpentCosts()]
     for name in WITH_COSTS:
-        with suppress(OSError), (directory / name).open("rb") as file:
-            file.seek(max(0, (directory / name).stat().st_size - TAIL_BYTES))
-            for line in file.read().splitlines():
-                with suppress(
-                    ValueError, TypeError, AttributeError, OverflowError
-                ):  # a line that was cut off
-                    found.append(SpentCosts.of(json.loads(line)))
+        for record in lines_of(directory / name, TAIL_BYTES):
+            with suppress(ValueError, TypeError, OverflowError):  # a damaged line
+                found.append(SpentCosts.of(record))
     return max(found, key=lambda one: one.node_hours)

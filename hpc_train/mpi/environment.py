@@ -6,6 +6,7 @@ can only be read from variables, which each launcher names differently.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -121,13 +122,13 @@ def started_by_srun(environ: Mapping[str, str], launch: Launch) -> bool:
     return _gives(environ, SRUN, launch.rank, launch.size)
 
 
-def for_launcher(environ: Mapping[str, str], uid: int) -> dict[str, str]:
+def for_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment in which to start mpirun.
 
     If the user is root, it has the two variables without which Open MPI refuses to start as root.
     """
     consent = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**environ, **(consent if uid == 0 else {})}
+    return {**environ, **({} if os.geteuid() else consent)}
 
 
 def ranks_yield(environ: Mapping[str, str]) -> bool:

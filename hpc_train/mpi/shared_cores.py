@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
-from hpc_train.errors import plural
+from hpc_train.errors import plural, some_of
+from hpc_train.files import system_text
 from hpc_train.host.cores import physical_cores
 from hpc_train.mpi.group import Group
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _SHOWN = 4  # number of hosts that are named
 
 
@@ -43,8 +42,7 @@ def shared_cores(ranks: Sequence[RankCores]) -> str:
     for several in machines.values():
         names = list(dict.fromkeys(rank.host for rank in several))
         if len(names) > 1:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            return f"hosts share cores: {', '.join(names[:_SHOWN])}{more} are one machine"
+            return f"hosts share cores: {some_of(names, _SHOWN)} are one machine"
         cores = len(frozenset().union(*(rank.cores for rank in several)))
         if len(several) > cores:
             few = plural(cores, "core")
@@ -54,8 +52,7 @@ def shared_cores(ranks: Sequence[RankCores]) -> str:
 
 def find_shared_cores(world: Group) -> str:
     """`shared_cores` of all ranks of a job. Collective."""
-    boot = ""
-    with suppress(OSError):  # no /proc in this container
-        boot = BOOT_ID.read_text().strip()
-    mine = RankCores(boot, world.host, frozenset(physical_cores(os.sched_getaffinity(0))))
+    mine = RankCores(
+        system_text(BOOT_ID), world.host, frozenset(physical_cores(os.sched_getaffinity(0)))
+    )
     return shared_cores(world.gathered(mine, "the cores of the ranks"))

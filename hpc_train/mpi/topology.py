@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.files import system_text
 from hpc_train.host.numa import SYSTEM, read_numa
 from hpc_train.mpi.group import Group
 
@@ -89,8 +90,8 @@ class NodeHardware:
 def machine(root: Path = SYSTEM) -> NodeHardware:
     """The hardware of this node; a number is 0 if the operating system does not tell it."""
     cpus = [path / "topology" for path in root.glob("cpu/cpu[0-9]*")]
-    sockets = {_text(cpu / "physical_package_id") for cpu in cpus} - {""}
-    cores = {_text(cpu / "thread_siblings_list") for cpu in cpus} - {""}
+    sockets = {system_text(cpu / "physical_package_id") for cpu in cpus} - {""}
+    cores = {system_text(cpu / "thread_siblings_list") for cpu in cpus} - {""}
     return NodeHardware(len(sockets), len(read_numa(root).cpus), len(cores))
 
 
@@ -110,13 +111,6 @@ def socket_of(cores: Iterable[int], root: Path = SYSTEM) -> int:
         if mine <= domain:
             return number
     cpus = (root / f"cpu/cpu{core}" for core in mine)
-    sockets = {_text(cpu / "topology/physical_package_id") for cpu in cpus}
+    sockets = {system_text(cpu / "topology/physical_package_id") for cpu in cpus}
     only = sockets.pop() if len(sockets) == 1 else ""
     return max(domains, default=-1) + 1 + int(only) if only.isdigit() else -1
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # no /sys in this container
-        return ""

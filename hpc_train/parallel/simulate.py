@@ -20,7 +20,7 @@ VALIDATION = ([Kind.FORWARD],)
 
 
 class ScheduleError(ValueError):
-    """A schedule that is not complete, does not end, or holds too much."""
+    """A schedule that is not complete or does not end."""
 
 
 @dataclass(frozen=True)
@@ -111,26 +111,6 @@ def peak_live(actions: Sequence[Action], sizes: Sequence[float] | None = None) -
         elif action.kind is not Kind.INPUT:
             held -= size
     return peak
-
-
-def check_schedule(
-    schedule: Schedule, virtual_stages: int = 1, live: Sequence[int] | None = None
-) -> None:
-    """Check a schedule before it runs.
-
-    Args:
-        schedule: one list of actions per rank, as `build` makes them.
-        virtual_stages: number of virtual stages per rank.
-        live: for each rank, the number of (micro-batch, virtual stage) pairs that it may hold at
-            once.
-
-    Raises:
-        ScheduleError: `simulate` refuses the schedule, or a rank would hold more than `live`.
-    """
-    needed = simulate(schedule, virtual_stages).peak_live
-    for rank, (peak, limit) in enumerate(zip(needed, live or needed, strict=True)):
-        if peak > limit:
-            raise ScheduleError(f"rank {rank} would hold {peak} micro-batches, not {limit}")
 
 
 def simulate(

@@ -1,6 +1,8 @@
 """What layouts cost, told before any rank is started; on login nodes, without torch and MPI.
 
 model.py      the model of a configuration: its shape, and how ranks divide it
+state.py      the memory of a rank's share of the training state, by ZeRO's stages
+fits.py       whether a training fits in the memory of its nodes
 schedules.py  bubble and memory of each pipeline schedule under a layout
 machine.py    a machine as numbers: compute, memory, links (training/measure.py measures them)
 assumed.py    a machine without a description: what was measured alone, and what is assumed

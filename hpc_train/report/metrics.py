@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.errors import UserError
+from hpc_train.files import parsed_object
 from hpc_train.report.decimation import BUCKETS, Decimation, Floats
 
 CHUNK = 1 << 22  # bytes that are read at once
@@ -89,7 +90,7 @@ class Metrics:
         try:  # many lines at once take less time
             parsed = json.loads(b"[%s]" % b",".join(lines))
         except (ValueError, RecursionError):
-            parsed = [_parsed(line) for line in lines if line.strip()]
+            parsed = [parsed_object(line) for line in lines if line.strip()]
         records = [record for record in parsed if isinstance(record, dict)]
         steps = _column(records, "step")
         sound = np.isfinite(steps)
@@ -147,13 +148,6 @@ class Metrics:
 def _identity(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _column(records: list[dict[str, Any]], key: str) -> Floats:

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from hpc_train.errors import some_of
 from hpc_train.report.comparison import compare
 from hpc_train.report.curves import curves_of, keys_without_plot, plots_of
 from hpc_train.report.layout import layout_of
@@ -92,7 +93,7 @@ def _html(runs: Sequence[Path], sources: Sequence[RunSource]) -> str:
     single = [source for source in sources if source.task is None]
     configured = [source for source in sources if source.config]
     text = _template().render(
-        title=_title([run.resolve().name for run in runs]),
+        title=some_of([run.resolve().name for run in runs]),
         made=moment(time.time()),
         sources=sources,
         summary=_summary(sources[:MOST_ROWS]),
@@ -113,10 +114,6 @@ def _html(runs: Sequence[Path], sources: Sequence[RunSource]) -> str:
     )
     # Names of files and texts from JSON may have halves of surrogate pairs, which UTF-8 has not.
     return text.encode("utf-8", "replace").decode()
-
-
-def _title(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def embedded(value: Any) -> str:

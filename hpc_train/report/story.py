@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hpc_train.files import lines_of
 from hpc_train.launch.protocol import QUEUED
 from hpc_train.report.metrics import number
 
@@ -125,21 +125,6 @@ def reached_last(start: Start, step: Any, time: Any) -> None:
         start.last = _whole(step)
     if start.ended is None and math.isfinite(number(time)):
         start.heard = number(time)
-
-
-def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, as far as it can be read."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    found = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue  # such as a last line that is not yet complete
-                if isinstance(found, dict):
-                    yield found
-    except OSError:
-        return
 
 
 def _time(event: dict[str, Any]) -> float:

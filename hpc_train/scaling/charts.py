@@ -53,15 +53,7 @@ class ChartFrame:
         self, nodes: Iterable[int], values: Iterable[float], text: Callable[[float], str]
     ) -> str:
         """Grid lines with their labels."""
-        parts = []
-        for value in values:
-            y = self.y(value)
-            parts.append(
-                f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            )
-            parts.append(
-                f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text(value)}</text>'
-            )
+        parts = [_grid_line(self.y(value), text(value)) for value in values]
         parts += [
             f'<text x="{self.x(count):.1f}" y="{HEIGHT - BOTTOM + 18}" '
             f'text-anchor="middle">{count}</text>'
@@ -177,15 +169,10 @@ def phase_chart(figures: Figures) -> Markup:
     highest = max(row.seconds for row in rows)
     width = (WIDTH - LEFT - RIGHT) / len(rows)
     tall = HEIGHT - TOP - BOTTOM
-    parts = []
-    for tick in _round_ticks(highest):
-        y = HEIGHT - BOTTOM - tall * tick / highest
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        parts.append(
-            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{time_text(tick)}</text>'
-        )
+    parts = [
+        _grid_line(HEIGHT - BOTTOM - tall * tick / highest, time_text(tick))
+        for tick in _round_ticks(highest)
+    ]
     for place, row in enumerate(rows):
         x, y = LEFT + width * (place + 0.2), float(HEIGHT - BOTTOM)
         known = {name: row.phases.get(name, 0.0) for name in STEP_PHASES}
@@ -206,6 +193,13 @@ def phase_chart(figures: Figures) -> Markup:
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">nodes</text>')
     return _svg("Seconds of a step by phase", parts)
+
+
+def _grid_line(y: float, label: str) -> str:
+    return (
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+    )
 
 
 def _round_ticks(highest: float) -> list[float]:

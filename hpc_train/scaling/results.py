@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hpc_train.files import lines_of
 from hpc_train.monitoring.performance import PERFORMANCE
 
 # The standard error of a median of independent normal values is 1.2533 times that of their mean,
@@ -68,18 +68,8 @@ def read_run(directory: Path, nodes: int, warmup: int) -> MeasuredRun | None:
         return None  # it is not finished, or is being written
     if not steps:
         return None
-    joules = joules_per_sample(records_of(directory), warmup, told["batch"])
+    joules = joules_per_sample(lines_of(directory / "metrics.jsonl"), warmup, told["batch"])
     return MeasuredRun(nodes, steps, phases, told, joules)
-
-
-def records_of(directory: Path) -> Iterator[dict[str, Any]]:
-    """The records of metrics.jsonl; a line that cannot be read is left out."""
-    with suppress(OSError):
-        for line in (directory / "metrics.jsonl").read_text(errors="replace").splitlines():
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
 
 
 def joules_per_sample(records: Iterator[dict[str, Any]], warmup: int, batch: int) -> float | None:

@@ -32,6 +32,7 @@ from hpc_train.errors import (
     UserError,
     print_error,
 )
+from hpc_train.job.program import SAME_ERROR_PATIENCE
 from hpc_train.mpi.agreement import agreed, all_arrive
 from hpc_train.mpi.environment import read_launch
 from hpc_train.mpi.group import Group
@@ -39,8 +40,6 @@ from hpc_train.mpi.runtime import Runtime, start_runtime
 from hpc_train.mpi.watchdog import named
 
 logger = logging.getLogger(__name__)
-
-ERROR_PATIENCE = 3.0  # seconds in which the other ranks must meet the same error
 
 
 class Session:
@@ -107,7 +106,7 @@ class Session:
         together = isinstance(error, HpcTrainError) and error.agreed_by(world.size)
         if together and world.rank == 0:
             tell()
-        if all_arrive(world, ERROR_PATIENCE):
+        if all_arrive(world, SAME_ERROR_PATIENCE):
             texts = [""] if together else world.gathered(told)
             if not together and (world.rank == 0 or told != texts[0]):
                 tell()
@@ -219,7 +218,8 @@ def _failed(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         return
     launch = read_launch(os.environ)
     if launch is not None and launch.rank > 0:
-        time.sleep(ERROR_PATIENCE)  # the launcher ends this rank if the first one has failed, too
+        # The launcher ends this rank if the first one has failed, too.
+        time.sleep(SAME_ERROR_PATIENCE)
     tell()
 
 

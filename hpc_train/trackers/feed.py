@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from hpc_train import files
 from hpc_train.errors import DataError, UserError
-from hpc_train.trackers.source import TrackedRun, parse_line
+from hpc_train.trackers.source import TrackedRun
 
 READ_BYTES = 1 << 20  # bytes of metrics.jsonl that are read at once
 
@@ -50,7 +50,7 @@ class MarkFile:
     def read_mark(self) -> dict[str, Any]:
         """The mark that was written last; an empty one if nothing is there."""
         try:
-            return parse_line(self.path.read_bytes()) or {}
+            return files.parsed_object(self.path.read_bytes()) or {}
         except FileNotFoundError:
             return {}
 
@@ -105,7 +105,7 @@ class Feed:
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
                 self._line += 1
-                record = parse_line(line)
+                record = files.parsed_object(line)
                 if record is not None and self._step_of(record) > self.step:
                     if not isinstance(record.get("time"), int | float):
                         raise self._wrong(record, "time", "a number of seconds since 1970")

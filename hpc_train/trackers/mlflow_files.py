@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from hpc_train import files
-from hpc_train.trackers.source import TrackedRun, numbers_of, parse_line
+from hpc_train.trackers.source import TrackedRun, numbers_of
 
 RUNNING, SCHEDULED, FINISHED, FAILED = 1, 2, 3, 4  # as MLflow numbers them
 STATES = {"finished": FINISHED, "failed": FAILED, "stopped": SCHEDULED}
@@ -77,7 +77,7 @@ class MLflowFiles:
     def read_mark(self) -> dict[str, Any]:
         """The mark that was written last; an empty one if the run is not in the store."""
         try:
-            return parse_line((self.directory / "tags" / MARK).read_bytes()) or {}
+            return files.parsed_object((self.directory / "tags" / MARK).read_bytes()) or {}
         except FileNotFoundError:
             return {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from hpc_train.errors import DataError
+from hpc_train.files import lines_of
 
 _GROUPS = {"epoch": "train", "loss": "train", "lr": "train", "grad_norm": "train"}
 _ENDINGS = {"_seconds": "time", "_per_second": "speed", "flops": "speed", "mfu": "speed"}
@@ -74,7 +74,8 @@ class TrackedRun:
 
     def starts(self) -> list[dict[str, Any]]:
         """The events "start" of the run, in the order of time."""
-        return [event for event in self._events() if event.get("event") == "start"]
+        starts = (event for event in self._events() if event.get("event") == "start")
+        return [start for start in starts if isinstance(start.get("time"), int | float)]
 
     def state(self) -> str:
         """How the newest job of the run has ended; "running" if it has not."""
@@ -85,22 +86,7 @@ class TrackedRun:
         return last or "running"
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        try:
-            lines = (self.path / "events.jsonl").read_bytes().split(b"\n")
-        except OSError:
-            return
-        for line in lines:
-            if event := parse_line(line):
-                yield event
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The object of a line of a file of JSON lines; None if a killed job did not finish it."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+        return lines_of(self.path / "events.jsonl")
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:

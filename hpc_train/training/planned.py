@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import hpc_train
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import cut
-from hpc_train.errors import HpcTrainError
+from hpc_train.errors import HpcTrainError, first_line
 from hpc_train.job.exhausted import out_of_memory
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
@@ -128,11 +128,6 @@ def free_bytes_of_nodes(mine: int, runtime: Runtime) -> tuple[NDArray[np.int64],
     of_nodes = dict(zip(topology.node, found, strict=True))
     least = [of_nodes[number] for number in range(len(topology.hosts))]
     return np.array(least), topology.hosts
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_same_program(config: RunConfig, group: Group) -> None:

@@ -16,6 +16,7 @@ from hpc_train.checkpoint import claim as claims
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.checkpoint.claim import Claim, Jobs, Owner, ProcessPlace, claimed, take_claim, void
 from hpc_train.errors import ClaimError, ConfigError
+from hpc_train.host.process import begun_ticks
 from hpc_train.mpi.group import Group
 from tests.checkpoint.faults import Call, fail, faults
 from tests.checkpoint.states import found, save, store
@@ -46,7 +47,7 @@ def living(place: ProcessPlace = claims.NOWHERE, timeout: float = 1800.0) -> Own
     """A process that is there, and is neither this one nor that of the call before."""
     OTHERS.rotate()
     here = Owner.here(place, timeout)
-    return replace(here, process=OTHERS[0], begin=claims._begin(OTHERS[0]))
+    return replace(here, process=OTHERS[0], begin=begun_ticks(OTHERS[0]))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_directory_that_was_removed_is_told(tmp_path):
 
 def test_processes_of_others_that_proc_hides_may_live(monkeypatch):
     mine, other = living(), living()
-    monkeypatch.setattr(claims, "_begin", lambda process: -1)
+    monkeypatch.setattr(claims, "begun_ticks", lambda process: None)
     assert other.has_ended(mine)
     assert replace(other, user=mine.user + 1).has_ended(mine) is None
 

@@ -27,6 +27,7 @@ from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from tests.damages import flip_bit
 from tests.parallel.test_apply import LAYOUTS, built, put_on
 from tests.programs import hpc_train, run
 from tests.system.test_mistakes import refused
@@ -186,15 +187,9 @@ def test_what_is_no_weights_is_refused(tmp_path):
 @pytest.mark.parametrize("place", [0, 100, -1])
 def test_a_damaged_checkpoint_is_told_as_one(tmp_path, place):
     path = checkpoint_of(gpt(), tmp_path)
-    flip(path, place)
+    flip_bit(path, place)
     with pytest.raises(CheckpointError, match="damaged"):
         start(path, gpt())
-
-
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +305,7 @@ def test_a_mistake_is_one_on_all_ranks(group, together, small_extents):
     path, raised = together / "checkpoint", []
     if group.rank == 0:  # its header is sound, and so is the extent of what is no tensor
         checkpoint_of(gpt(0), together).rename(path)
-        flip(path, int.from_bytes(path.read_bytes()[:8], "little") + 8 + 5000)
+        flip_bit(path, int.from_bytes(path.read_bytes()[:8], "little") + 8 + 5000)
     group.barrier()
     for where, changes in ((path, {}), (together / "none", {}), (path, {"layers": 4})):
         try:

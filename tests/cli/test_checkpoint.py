@@ -15,6 +15,7 @@ from hpc_train.checkpoint.restore import Tensors
 from hpc_train.errors import CheckpointError
 from hpc_train.training.generate import load_gpt
 from tests.conftest import small_program
+from tests.damages import flip_bit
 from tests.programs import hpc_train, only_line, run
 
 
@@ -33,16 +34,9 @@ def checkpoint(*arguments: object, code: int = 0) -> str:
     return only_line(done.stderr) if code == 2 else done.stdout
 
 
-def flip(path, place):
-    """Change one bit."""
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
 def test_list_tells_the_newest_first_and_what_is_damaged(trained, tmp_path):
     shutil.copytree(trained.root / "run", tmp_path / "run")
-    flip(tmp_path / "run" / "checkpoints" / "step-000000010.safetensors", 100)
+    flip_bit(tmp_path / "run" / "checkpoints" / "step-000000010.safetensors", 100)
     lines = checkpoint("list", tmp_path / "run").splitlines()
     assert [line.split(".")[0] for line in lines] == [f"step-{n:09d}" for n in (12, 10, 5)]
     assert lines[0].endswith("complete")
@@ -52,7 +46,7 @@ def test_list_tells_the_newest_first_and_what_is_damaged(trained, tmp_path):
 def test_verify_finds_a_flipped_bit_and_names_the_tensor(trained, tmp_path):
     assert "sound" in checkpoint("verify", trained.root / "run")
     copy = shutil.copy(trained.checkpoint("run", 10), tmp_path / "step-000000010.safetensors")
-    flip(tmp_path / copy.name, 1 << 20)
+    flip_bit(tmp_path / copy.name, 1 << 20)
     found = checkpoint("verify", copy, code=1)
     assert "not what was saved" in found
     assert re.search(r"saved: model\.[\w.]+, .* and \d+ more$", found, re.MULTILINE)

@@ -19,17 +19,13 @@ from hpc_train.data.prepare.dealing import FAILED_FILE
 from hpc_train.data.prepare.request import text_request
 from hpc_train.data.prepare.work import prepare_text
 from hpc_train.errors import DataError
+from tests.data.prepared import seen
 from tests.programs import COLD, ENVIRON, command, hpc_train, only_line, run, wait_for_end
 from tests.waiting import wait_until
 
 HOW = {"shard_mb": 0.01, "validation": 0.1}
 WORDS = ("--shard_mb", "0.01", "--validation", "0.1")
 LIBRARY = Path(sysconfig.get_path("stdlib"))
-
-
-def seen(folder: Path) -> dict[str, bytes]:
-    """What is in a data folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def together_prepared(group, texts: Path, out: Path):

@@ -13,15 +13,11 @@ from hpc_train.cli.shared_portions import holds_hdf5
 from hpc_train.data.tables.prepare_table import prepare_table
 from hpc_train.data.tables.table_manifest import read_table_manifest
 from hpc_train.data.tables.table_request import TableOptions
-from tests.data.prepared import made_table, prepared, request_of, write_csv, write_parts
+from tests.data.prepared import made_table, prepared, request_of, seen, write_csv, write_parts
 from tests.programs import COLD, ENVIRON, command, hpc_train, only_line, run, wait_for_end
 from tests.waiting import wait_until
 
 SMALL = TableOptions(shard_mb=0.01)
-
-
-def seen(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -73,3 +73,8 @@ def held_out(name: str, rows: int, validation: float) -> np.ndarray:
     """Which rows of a small csv file are held out if it is prepared alone, bool (rows,)."""
     numbers = np.arange(rows)
     return as_shares(row_hashes(portion_key(name, 0), numbers, SPLIT_SEED)) < validation
+
+
+def seen(folder: Path) -> dict[str, bytes]:
+    """What is in a data folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -26,6 +26,7 @@ from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.shards import TokenDataset
 from hpc_train.data.write import write_shard
 from hpc_train.errors import ConfigError, DataError
+from tests.damages import flip_bit
 from tests.waiting import wait_until
 
 T = 100
@@ -92,14 +93,6 @@ def copies(cache):
     return {path: path.read_bytes() for path in cache.path.iterdir()}
 
 
-def flip_block(path, place):
-    with path.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
-
-
 def test_a_second_process_reads_no_block_from_the_shards(stored, cached, monkeypatch):
     folder, _, samples = stored
     one, two = cached()[1], cached()[1]
@@ -120,7 +113,7 @@ def test_samples_over_blocks_of_which_only_some_are_cached(stored, cached, seque
     dataset.fetch(order[:2])
     for path in cache.path.iterdir():  # every second block is wrong, and cannot be put right
         for begin in range(2048, path.stat().st_size, 2 * HASHED_BYTES):
-            flip_block(path, begin + 100)
+            flip_bit(path, begin + 100)
     other_cache, other = cached(limit=1, sequence=sequence)
     for few in np.array_split(order, 5):
         assert (other.fetch(few)[0] == plain.fetch(few)[0]).all()
@@ -134,7 +127,7 @@ def test_a_damaged_block_is_read_from_the_shard_and_put_right(stored, cached):
     one.fetch(range(len(one)))
     whole = copies(cache)
     shard = manifest.splits["train"][0]
-    flip_block(cache.path / shard.name, shard.offset + HASHED_BYTES + 5)
+    flip_bit(cache.path / shard.name, shard.offset + HASHED_BYTES + 5)
     assert (two.fetch(range(len(two)))[0] == samples).all()
     assert copies(cache) == whole
 
@@ -144,7 +137,7 @@ def test_damage_in_the_shard_does_not_matter_where_a_sound_block_is_cached(store
     (cache, one), (_, two), (_, three) = cached(), cached(), cached()
     one.fetch(range(len(one)))
     shard = manifest.splits["train"][0]
-    flip_block(folder / shard.name, shard.offset + 5)
+    flip_bit(folder / shard.name, shard.offset + 5)
     assert (two.fetch(range(len(two)))[0] == samples).all()
     # The copy that `two` has verified is gone. The shard's block was never verified by it.
     os.truncate(cache.path / shard.name, 0)

@@ -23,6 +23,7 @@ from hpc_train.data.shards import TokenDataset
 from hpc_train.data.substitutes import Substituted
 from hpc_train.data.write import write_shard
 from hpc_train.errors import ConfigError, UserError
+from tests.damages import flip_bit
 
 WEIGHTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)  # each enough for one position
 FEW = settings(max_examples=12)  # each example makes whole tables
@@ -317,10 +318,7 @@ def test_what_stands_in_for_damaged_samples_is_told_by_their_numbers_in_the_mixt
         shard = write_shard(folder / "train-0.h5", tokens)
         manifest = Manifest(200, "uint8", "bytes", 1, {"train": (shard,)})
         parts.append((TokenDataset(folder, manifest, "train", 64, damaged="substitute"), 1.0))
-    path = tmp_path / "1" / "train-0.h5"
-    content = bytearray(path.read_bytes())
-    content[shard.offset + 5] ^= 1
-    path.write_bytes(content)
+    flip_bit(tmp_path / "1" / "train-0.h5", shard.offset + 5)
     mixture = Mixture(parts)
     count = len(parts[0][0])
     batch = mixture.fetch([count + 3, 1, count + HASHED_BYTES // 64 + 2])

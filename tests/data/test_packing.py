@@ -16,7 +16,7 @@ from hpc_train.data.packing import DocumentWindows, PackedDataset, best_fit
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError
-from tests.data.test_shards import flip
+from tests.damages import flip_bit
 
 VOCAB = 50_000
 
@@ -142,12 +142,12 @@ def test_damaged_documents_and_tokens_are_named(tmp_path):
     manifest, _ = written(tmp_path, [[5] * (HASHED_BYTES // 8 + 9)])
     (shard,) = manifest.splits["train"]
     path = tmp_path / shard.name
-    flip(path, shard.documents_offset + HASHED_BYTES + 8)
+    flip_bit(path, shard.documents_offset + HASHED_BYTES + 8)
     with pytest.raises(DataError, match="block 1 of its dataset documents"):
         opened(tmp_path, manifest, 16)
-    flip(path, shard.documents_offset + HASHED_BYTES + 8)
+    flip_bit(path, shard.documents_offset + HASHED_BYTES + 8)
     dataset = opened(tmp_path, manifest, 16)
-    flip(path, shard.offset + 4)
+    flip_bit(path, shard.offset + 4)
     with pytest.raises(DataError, match="block 0 of its dataset tokens"):
         dataset.fetch(range(len(dataset)))
 

@@ -25,6 +25,7 @@ from hpc_train.data.prepare.request import text_request
 from hpc_train.data.prepare.work import prepare_text
 from hpc_train.data.shards import TokenDataset
 from hpc_train.errors import DataError
+from tests.data.prepared import seen
 
 
 @pytest.fixture
@@ -349,11 +350,6 @@ def test_characters_at_the_border_of_two_pieces_are_whole(tmp_path, monkeypatch)
     (tmp_path / "a").write_text("a€äb𝄞")
     [part] = whole_parts(text_files.list_texts([tmp_path / "a"]))
     assert text_files.is_text_part(part)
-
-
-def seen(folder: Path) -> dict[str, bytes]:
-    """What is in a data folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_each_document_begins_behind_a_separator(texts, tmp_path):

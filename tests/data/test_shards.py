@@ -17,6 +17,7 @@ from hpc_train.data import TokenDataset
 from hpc_train.data.manifest import FILE_NAME, HASHED_BYTES, Manifest
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError
+from tests.damages import flip_bit
 
 VOCAB = 60_000
 SIZES = (5 * HASHED_BYTES // 2 + 11, 300, HASHED_BYTES // 2 - 1)  # tokens of two bytes each
@@ -52,15 +53,6 @@ def rows_of(tokens, sequence):
         for start in range(0, len(some) - sequence, sequence)
     ]
     return np.stack(rows).astype(np.int64)
-
-
-def flip(path, place):
-    """Change one byte of a file."""
-    with path.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
 
 
 @settings(max_examples=40)
@@ -151,7 +143,7 @@ def test_an_error_in_a_thread_is_the_callers(copied, monkeypatch):
     folder, manifest = copied
     monkeypatch.setattr("hpc_train.data.read_threads.SLOW_SECONDS", -1.0)
     shard = manifest.splits["train"][0]
-    flip(folder / shard.name, shard.offset + HASHED_BYTES + 5)
+    flip_bit(folder / shard.name, shard.offset + HASHED_BYTES + 5)
     dataset = TokenDataset(folder, manifest, "train", 100)
     with pytest.raises(DataError, match="block 1"):
         dataset.fetch(range(len(dataset)))
@@ -167,7 +159,7 @@ def test_a_copy_in_a_worker_reads_the_same(stored):
 def test_a_flipped_bit_is_named_by_file_dataset_and_block(copied):
     folder, manifest = copied
     shard = manifest.splits["train"][0]
-    flip(folder / shard.name, shard.offset + HASHED_BYTES + 5)
+    flip_bit(folder / shard.name, shard.offset + HASHED_BYTES + 5)
     dataset = TokenDataset(folder, manifest, "train", 100)
     dataset.fetch([0, 1])  # of a sound block
     with pytest.raises(DataError, match=r"train-0.h5 is damaged: block 1 of its dataset tokens"):
@@ -179,7 +171,7 @@ def test_a_flipped_bit_is_named_by_file_dataset_and_block(copied):
 def test_damage_between_a_long_samples_ends_is_found(copied):
     folder, manifest = copied
     shard = manifest.splits["train"][0]
-    flip(folder / shard.name, shard.offset + 2 * HASHED_BYTES + 9)
+    flip_bit(folder / shard.name, shard.offset + 2 * HASHED_BYTES + 9)
     dataset = TokenDataset(folder, manifest, "train", 2 * HASHED_BYTES + 3)
     with pytest.raises(DataError, match="block 2"):
         dataset.fetch([0])
@@ -188,7 +180,7 @@ def test_damage_between_a_long_samples_ends_is_found(copied):
 def test_the_table_of_hashes_is_verified(copied):
     folder, manifest = copied
     shard = manifest.splits["train"][1]
-    flip(folder / shard.name, shard.hashes_offset)
+    flip_bit(folder / shard.name, shard.hashes_offset)
     dataset = TokenDataset(folder, manifest, "train", 100)
     with pytest.raises(DataError, match=r"train-1.h5 is damaged: its dataset hashes"):
         dataset.fetch(range(len(dataset)))
@@ -202,7 +194,7 @@ def test_a_shard_that_changes_under_a_run_is_verified_again(copied, monkeypatch)
     whole = dataset.fetch(range(len(dataset)))[0]
     os.utime(folder / shard.name)  # another time, and the same bytes
     assert (dataset.fetch(range(len(dataset)))[0] == whole).all()
-    flip(folder / shard.name, shard.offset + 3)
+    flip_bit(folder / shard.name, shard.offset + 3)
     os.utime(folder / shard.name, (1, 1))
     with pytest.raises(DataError, match="block 0"):
         dataset.fetch([0])

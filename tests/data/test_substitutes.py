@@ -18,6 +18,7 @@ from hpc_train.data.shards import TokenDataset
 from hpc_train.data.substitutes import Substituted
 from hpc_train.data.write import write_shard
 from hpc_train.errors import ConfigError, DataError, HpcTrainError
+from tests.damages import flip_bit
 
 SEQUENCE = 700  # 47 samples to a block; some samples lie in two blocks
 VOCAB = 60_000
@@ -53,11 +54,7 @@ def copied(stored, tmp_path):
 def spoil(folder, manifest, shard, block):
     """Change a byte of a block of tokens."""
     place = manifest.splits["train"][shard].offset + block * HASHED_BYTES + 99
-    with (folder / f"train-{shard}.h5").open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 4]))
+    flip_bit(folder / f"train-{shard}.h5", place)
 
 
 def opened(folder, manifest):

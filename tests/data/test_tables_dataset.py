@@ -13,6 +13,7 @@ from hpc_train.data.order import SampleOrder
 from hpc_train.data.tables.dataset import TableDataset
 from hpc_train.data.tables.table_request import TableOptions
 from hpc_train.errors import DataError
+from tests.damages import flip_bit
 from tests.data.prepared import made_table, prepared, write_csv
 
 ROWS = 3000
@@ -104,11 +105,7 @@ def test_a_damaged_row_is_named_by_file_and_block(tmp_path):
     path = write_csv(tmp_path / "a.csv", made_table(ROWS))
     manifest = prepared(path, tmp_path / "out", options=TableOptions(validation=0))
     [shard] = manifest.splits["train"]
-    with (tmp_path / "out" / shard.name).open("r+b") as file:
-        file.seek(shard.offset + HASHED_BYTES + 11)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(tmp_path / "out" / shard.name, shard.offset + HASHED_BYTES + 11)
     dataset = TableDataset(tmp_path / "out", manifest, "train")
     dataset.fetch([0])
     row = HASHED_BYTES // dataset.nbytes + 1

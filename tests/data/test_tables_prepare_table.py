@@ -24,16 +24,13 @@ from tests.data.prepared import (
     made_table,
     prepared,
     request_of,
+    seen,
     write_csv,
     write_parts,
 )
 
 ROWS = 500
 THIRD = TableOptions(validation=0.3)
-
-
-def seen(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def rows_of(out, split):

@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 
-from hpc_train.host.process import StartUp, seconds_since_begin
+from hpc_train.host.process import StartUp, begun_ticks, seconds_since_begin
 
 
 def test_a_process_knows_how_long_it_runs():
@@ -14,9 +14,17 @@ def test_a_process_knows_how_long_it_runs():
 
 
 def test_nothing_is_assumed_where_linux_does_not_tell(tmp_path):
-    assert seconds_since_begin(tmp_path / "stat") == 0
-    (tmp_path / "stat").write_text("1 (a) b) S 1 2")
-    assert seconds_since_begin(tmp_path / "stat") == 0
+    assert seconds_since_begin(tmp_path) == 0
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/stat").write_text("1 (a) b) S 1 2")
+    assert seconds_since_begin(tmp_path) == 0
+
+
+def test_a_process_that_nobody_has_waited_for_has_ended(tmp_path):
+    for name, ticks in ("S", 8), ("Z", None), ("X", None):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stat").write_text(f"1 (a) b) {name} {'7 ' * 18} 8 9")
+        assert begun_ticks(name, tmp_path) == ticks
 
 
 def test_only_the_first_run_of_a_program_counts_its_start_up():

@@ -29,5 +29,5 @@ def test_the_files_of_a_killed_job_tell_what_it_has_spent(tmp_path):
     # A later job has dropped these records, and was killed before it wrote one of its own.
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:5]) + "\n")
     event = {"event": "start", "node_hours": 3.1, "joules": 3000.0, "metered_node_hours": 3.0}
-    (tmp_path / "events.jsonl").write_text(f"[1]\n{json.dumps(event)}\n")
+    (tmp_path / "events.jsonl").write_text(f"[1]\n{'[' * 50_000}\n{json.dumps(event)}\n")
     assert costs_in(tmp_path) == SpentCosts(3.1, 3000.0, 3.0)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from hpc_train.errors import SetupError
@@ -109,6 +111,8 @@ def test_variables_inherited_from_another_process_are_ignored(inherited):
     assert launch == Launch("Hydra", 3, 4, None, None)
 
 
-def test_only_root_gets_the_variables_that_let_mpi_run_as_root():
-    assert for_launcher({"A": "1"}, uid=1000) == {"A": "1"}
-    assert for_launcher({}, uid=0)["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
+def test_only_root_gets_the_variables_that_let_mpi_run_as_root(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert for_launcher({"A": "1"}) == {"A": "1"}
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert for_launcher({})["OMPI_ALLOW_RUN_AS_ROOT"] == "1"

@@ -19,7 +19,6 @@ from hpc_train.parallel.simulate import (
     Costs,
     ScheduleError,
     bubble_formula,
-    check_schedule,
     enough,
     makespan,
     peak_live,
@@ -197,15 +196,6 @@ def test_actions_of_a_chunk_that_does_not_exist_are_refused():
 def test_nothing_to_do_is_refused():
     with pytest.raises(ScheduleError, match="nothing"):
         simulate(((), ()))
-
-
-@given(TRAINING)
-def test_check_schedule_refuses_more_memory_than_promised(size):
-    promised = peak_live_formula(*size)
-    check_schedule(build(*size), size[3], promised)
-    last = len(promised) - 1
-    with pytest.raises(ScheduleError, match=f"rank {last} would hold"):
-        check_schedule(build(*size), size[3], [*promised[:-1], promised[-1] - 1])
 
 
 def test_communication_delays_what_comes_from_another_rank_only():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from dataclasses import replace
@@ -31,6 +30,7 @@ from hpc_train.training.generate import load_gpt
 from hpc_train.training.loop import Loop
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
+from tests.conftest import records
 from tests.system.test_train import assert_succeeded
 
 several = pytest.mark.mpi
@@ -63,10 +63,6 @@ def make(settings, started, loss=gpt_loss) -> Trainer:
     model = GPT(vocab=12, sequence=8, layers=2, hidden=16, heads=2)
     task = TrainingTask(model, text(60, 1), loss, validation=text(11, 2))
     return Trainer(settings, task, started)
-
-
-def records(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def values(directory, key):

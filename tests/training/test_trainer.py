@@ -23,6 +23,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.training import averaging
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
+from tests.conftest import records
 
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
 STEPS = 7
@@ -172,10 +173,6 @@ def test_a_model_without_a_loss_gets_the_parts_of_a_batch_in_order_or_by_name(gr
             trainer.train()
             found.append(trainer.validate())
     assert found[0] == found[1]
-
-
-def records(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def check_equal(directory, reference):

@@ -40,7 +40,7 @@ from hpc_train.data.prepare.request import PrepareRequest, text_request
 from hpc_train.data.prepare.texts import is_text_part
 from hpc_train.data.tokenizer import BYTES, Tokenizer, loads
 from hpc_train.data.write import write_shard
-from hpc_train.errors import DataError, plural
+from hpc_train.errors import DataError, plural, some_of
 
 logger = logging.getLogger(__name__)
 
@@ -182,12 +182,11 @@ def _make_portion(
 def _about(recipe: TokenRecipe, parts: Sequence[InputPart]) -> dict[str, str]:
     """What the file of a shard says of itself to people who open it."""
     names = [Path(part.file.path).name for part in parts]
-    more = f" and {len(names) - NAMES_LOGGED} more" if len(names) > NAMES_LOGGED else ""
     tokenizer = recipe.tokenizer if recipe.tokenizer in ("", BYTES) else TOKENIZER_FILE
     return {
         "schema": "tokens: consecutive tokens; documents: where documents begin among them",
         "tokenizer": tokenizer or "unknown",
-        "source": ", ".join(names[:NAMES_LOGGED]) + more,
+        "source": some_of(names, NAMES_LOGGED),
     }
 
 

@@ -92,11 +92,11 @@ def svg(figures: Sequence[CollectiveFigure], title: str, lines: Sequence[str]) -
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def chart_page(drawing: str, title: str) -> str:
+def chart_page(drawing: str) -> str:
     """A page of HTML with the drawing in it, which needs no other file."""
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        '</title><meta name="viewport" content="width=device-width"><style>body { margin: 0; '
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Collectives</title>'
+        '<meta name="viewport" content="width=device-width"><style>body { margin: 0; '
         "color-scheme: light dark; } svg { display: block; max-width: 1100px; margin: auto; }"
         f"</style></head><body>\n{drawing}</body></html>\n"
     )

@@ -17,6 +17,7 @@ import psutil
 
 from hpc_train.config.durations import format_duration
 from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.host.process import begun_ticks
 from hpc_train.launch import SchedulerName
 from hpc_train.launch.schedulers.base import LEAVE, QueuedJob, Scheduler
 
@@ -75,7 +76,7 @@ class Local(Scheduler):
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            ids.append(f"{process.pid}-{_ticks(process.pid)}@{socket.gethostname()}")
+            ids.append(f"{process.pid}-{begun_ticks(process.pid) or ''}@{socket.gethostname()}")
         return ids
 
     def queued(self, ids: Sequence[str]) -> list[QueuedJob]:
@@ -92,7 +93,7 @@ class Local(Scheduler):
                     f"job {job} was started on {host}, and this is {here}", f"ask on {host}"
                 )
             with suppress(psutil.NoSuchProcess):
-                if ticks and _ticks(process) == ticks:
+                if ticks and str(begun_ticks(process)) == ticks:
                     elapsed = int(time.time() - psutil.Process(process).create_time())
                     found.append(QueuedJob(job, "RUNNING", "", format_duration(elapsed), host))
         return found
@@ -106,14 +107,6 @@ class Local(Scheduler):
 
 def _output(batch: BatchJob) -> str:
     return f"{batch.outputs}{batch.name}.out"
-
-
-def _ticks(process: int) -> str:
-    """When a process was started, in ticks of the kernel; "" if it has ended."""
-    with suppress(OSError):
-        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return after_name[19] if after_name[0] != "Z" else ""  # proc_pid_stat(5)
-    return ""
 
 
 def _parts(job: str) -> tuple[int, str, str]:
