@@ -1,35 +1,31 @@
-"""Delivers the batches of a user's own loop, and ends the loop wherever the user leaves it."""
+"""Delivers the batches of a user's own loop, and counts the steps that are taken."""
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import ClaimError, HpcTrainError, Stopped, UserError
+from hpc_train.errors import Stopped, UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
-from hpc_train.job.leaving import LeftBySome, leave_together
+from hpc_train.job.leaving import LeftBySome
 from hpc_train.job.preemption import StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.launch.protocol import STOP
-from hpc_train.models.gate import Gate
 from hpc_train.mpi.agreement import same
-from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.mpi.watchdog import Watchdog
 from hpc_train.seeds import mix
+from hpc_train.training.loop_life import LoopLife, raise_at_end
 from hpc_train.training.loop_records import LoopRecords
 from hpc_train.training.options import LoopOptions
 from hpc_train.training.parts import loss_weights
@@ -40,14 +36,8 @@ from hpc_train.training.steps import guarded_steps
 logger = logging.getLogger(__name__)
 
 
-def _raise_at_end(error: Exception, failed: bool) -> None:
-    """Raise an error at the end of the program unless that has failed: for `Runtime.at_end`."""
-    if not failed:
-        raise error
-
-
-class Delivery:
-    """Delivers the batches of a loop, counts the steps that are taken, and ends the loop.
+class Delivery(LoopLife):
+    """Delivers the batches of a loop, and counts the steps that are taken.
 
     A subclass sets `checkpoints`, `averager` and `registered`.
 
@@ -62,18 +52,15 @@ class Delivery:
     registered: Registered
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, options: LoopOptions) -> None:
-        self.group: Group = runtime.world
-        self.optimizer, self._runtime = optimizer, runtime
-        self._running: Generator[tuple[int, Iterator[Any]]] | None = None
+        super().__init__(runtime, options)
+        self.optimizer = optimizer
         self._requests: StopRequests | None = None
         self._given = 0  # the number of the step whose batch was given last
         self._taken = 0  # the number of the step that was taken last
         self._scales: list[float] = []  # the scales of torch's GradScalers before that batch
         self._computing = False  # a batch was given, and the ranks have not met since then
-        self._in_step = self._is_left = self._failed = self._looked = self._closed = False
-        self._to_close = False  # an error has left the `with` block, perhaps on this rank alone
-        self._is_replaced = False  # another loop averages the optimizer's gradients now
-        self._is_over = False  # all ranks know that some of them have left it
+        self._in_step = False  # an optimizer's step has begun, and has not ended
+        self._looked = False  # whether the registered objects were checked after the first step
         self.accumulate = 1
         """The number of micro-batches, and so of backward passes, in the step."""
         self._weight = 1.0  # of the loss of the micro-batch that was given last
@@ -81,10 +68,7 @@ class Delivery:
         self._weighed = 0  # number of losses in the step whose weight was asked for
         self.step_due = True
         """Whether the step is to be taken now: the batch that was given last is the step's last."""
-        self.options = options
         self.saving = Saving(options.every, background=options.background)
-        self._hooks: list[RemovableHandle | Gate] = []
-        self._watchdog: Watchdog | None = None
 
     def _delivered(
         self, batches: Iterator[Any], order: SampleOrder, last: int
@@ -148,7 +132,7 @@ class Delivery:
             raise
         except Stopped as stopped:  # the exit code must say so even if the program catches it
             records.report.ending = ("stopped", stopped.reason)
-            self._runtime.at_end.append(partial(_raise_at_end, stopped))
+            self._runtime.at_end.append(partial(raise_at_end, stopped))
             raise
         finally:
             profiler.close()
@@ -239,25 +223,16 @@ class Delivery:
         """A hook after the optimizer's step."""
         self._in_step, self._taken = False, self._given
 
-    def _unhook(self) -> None:
-        """Remove the hooks and gates, because the averager is closed."""
-        self._is_replaced = True
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
     @contextmanager
     def _until_end(self) -> Iterator[None]:
         """Let the end of the program end this loop if the user has left it open."""
-        self._in_step = self._is_over = False
-        self._runtime.at_end.append(self._at_end)
+        self._in_step = False
         try:
-            yield
+            with super()._until_end():
+                yield
         finally:
             self._requests, self.step_due, self.accumulate = None, True, 1
             self._weight, self._asked, self._weighed = 1.0, False, 0
-            if self._at_end in self._runtime.at_end:
-                self._runtime.at_end.remove(self._at_end)
 
     def _leave(self, stop: StopRequests) -> None:
         """Save the last step if all ranks have left the loop; otherwise all raise. Collective."""
@@ -269,130 +244,6 @@ class Delivery:
         same(self.group, what, f"{self._taken} {self._in_step}", "let all ranks leave it together")
         if not self._in_step:  # else a step was interrupted, and the state is incomplete
             self.saving.last(self.checkpoints, self._taken)
-
-    def _at_end(self, failed: bool) -> None:
-        """End the loop with the program, and save the last step unless that failed. Collective."""
-        self._failed = failed
-        if failed:
-            self._end()
-        else:
-            self._end_left()
-
-    def _dropped(self, running: object) -> None:
-        """End the loop when nobody refers to the iterator from `epochs` any more.
-
-        The loop is over or was left, perhaps by an exception on this rank alone. So a job of
-        several ranks ends it later, where all ranks meet: in the next call of this loop, or at the
-        end of the program.
-        """
-        if running is not self._running:
-            return  # `epochs` was called again since then
-        if self.group.comm is not None or sys.is_finalizing():
-            self._is_left = True
-            return
-        try:
-            self._end()
-        except Exception as error:  # noqa: BLE001  # __del__ calls this, and cannot raise
-            logger.error("%s", error)
-            self._runtime.at_end.append(partial(_raise_at_end, error))
-
-    def _start_watchdog(self) -> None:
-        """Start a watchdog over waits inside `_watched`. It runs until `close`. Collective."""
-        if self.group.size > 1 and self.options.hang_timeout > 0:
-            self._watchdog = Watchdog(self.group, self.options.hang_timeout)
-            self._watchdog.armed = False
-            self._watchdog.start()
-            self._runtime.at_end.append(self._stop_watchdog)
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """End the job with an error if a wait for a rank in this block is too long."""
-        watchdog = self._watchdog  # the block may stop and forget it
-        if watchdog is None:
-            yield
-            return
-        before, watchdog.armed = watchdog.armed, True
-        try:
-            yield
-        finally:
-            watchdog.armed = before
-
-    def _stop_watchdog(self, failed: bool = False) -> None:
-        """Stop the watchdog on this rank alone."""
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        self._forget_watchdog()
-
-    def _forget_watchdog(self) -> None:
-        """Drop a watchdog that has been stopped or closed."""
-        self._watchdog = None
-        with suppress(ValueError):
-            self._runtime.at_end.remove(self._stop_watchdog)
-
-    def _check_open(self) -> None:
-        """Refuse a call after `close`."""
-        if self._closed:
-            raise UserError("the loop is closed", "make another loop, or close this one later")
-
-    def _check_not_replaced(self) -> None:
-        """Refuse a step once another loop has taken the parameters."""
-        if self._is_replaced:
-            raise UserError(
-                "another loop was made for this one's parameters, and averages their gradients",
-                "iterate over the loop that was made last, or close this one before you make it",
-            )
-
-    def close(self) -> None:
-        """Release what the loop holds. Collective."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if leave_together(self.group, error):
-            self._failed |= isinstance(error, HpcTrainError)
-            self.close()
-            return
-        # The other ranks may not come here. All come where the next loop is made.
-        self._is_left = self._to_close = True
-        if self._at_end not in self._runtime.at_end:
-            self._runtime.at_end.append(self._at_end)
-
-    @staticmethod
-    def end_left_loops(runtime: Runtime) -> None:
-        """End the loops of a job that were left, as the end of the program would. Collective."""
-        for function in [*runtime.at_end]:
-            other = getattr(function, "__self__", None)
-            if isinstance(other, Delivery) and other._is_left:
-                try:
-                    other._end_left()
-                except ClaimError as error:  # of all ranks: its directory is another loop's
-                    logger.warning("%s", error)
-
-    def _end_left(self) -> None:
-        """End a loop that was left, and close it if an error has left its block. Collective."""
-        with suppress(ValueError):
-            self._runtime.at_end.remove(self._at_end)
-        if not self._to_close:
-            self._end()
-            return
-        with self:  # after an error of all ranks, the others close it in their own block's end
-            self._end()
-            self._failed = True  # so nothing is gathered: the ranks may be in different layers
-
-    def _settle(self) -> None:
-        """End a loop that was left before this call. Collective."""
-        if self._is_left:
-            self._end()
-
-    def _end(self) -> None:
-        """End a loop that was left. Collective."""
-        running, self._running, self._is_left = self._running, None, False
-        if running is not None:
-            running.close()
 
     def _stop_requests(self) -> StopRequests:
         """The reasons to stop: signals, the stop file and the time limit of the options."""
