@@ -87,6 +87,13 @@ class Step:
     micro_batches: list[MicroBatch]
 
 
+@dataclass(frozen=True)
+class ReadHere:
+    """Stands in the queue for a step that the main thread is to read itself."""
+
+    number: int
+
+
 def cut(batch: int, ranks: int, rank: int, micro_batch: int | None = None) -> list[Part]:
     """Cut a batch over ranks and micro-batches.
 
@@ -178,7 +185,7 @@ class Loader:
         self.pinned = False
         self._stop = threading.Event()
         # `_places` holds one item for each free place. A queue.Queue of limited size is slower.
-        self._queue: queue.SimpleQueue[Step | int | BaseException] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Step | ReadHere | BaseException] = queue.SimpleQueue()
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(max(1, self.prefetch)):
             self._places.put(None)
@@ -261,11 +268,11 @@ class Loader:
             raise item
         if isinstance(item, Step):
             return item
-        step = self._read(item)
+        step = self._read(item.number)
         if self.reader.drawn:
             raise UserError(
-                f"the data set draws random numbers ({self.reader.sources}) in step {item}. In the "
-                "first step it drew none, so batches were read ahead",
+                f"the data set draws random numbers ({self.reader.sources}) in step {item.number}. "
+                "In the first step it drew none, so batches were read ahead",
                 f"set {'workers and ' if self.workers else ''}prefetch to 0",
             )
         self._looked.set()
@@ -346,7 +353,7 @@ class Loader:
                 # could not be told from what the model draws. So the main thread reads some steps
                 # itself: those 1, 2, 4, 8 ... after the first.
                 if looks and since.bit_count() == 1:
-                    self._put(numbers.start)
+                    self._put(ReadHere(numbers.start))
                     self._wait()
                     numbers = numbers[1:]
                     continue
@@ -393,7 +400,7 @@ class Loader:
             pass
         self._looked.clear()
 
-    def _put(self, item: Step | int | BaseException) -> None:
+    def _put(self, item: Step | ReadHere | BaseException) -> None:
         while not self._stop.is_set():
             try:
                 self._places.get(timeout=LOADER_POLL_SECONDS)
