@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc_train.collectives.overwrite import bits
 from hpc_train.errors import UserError
 from hpc_train.mpi.group import Group
 
@@ -57,17 +58,17 @@ class Transport:
     def __init__(self, group: Group, device: torch.device) -> None:
         from mpi4py import MPI  # a pipeline of several ranks has MPI
 
-        from hpc_train.collectives.mpi import reachable, through_host
+        from hpc_train.collectives.mpi import pieces, reachable, through_host
 
         assert group.comm is not None
         self.group, self.comm, self.device = group, group.comm, device
-        self.staged, self._reachable = through_host(device), reachable
+        self.staged, self._reachable, self._pieces = through_host(device), reachable, pieces
         self._counted = group.waiting.traffic.of("pipeline messages", group.link())
         self._byte = MPI.BYTE
         self._forms: dict[Hashable, MessageForm] = {}
         self._sent: list[tuple[Any, Any]] = []
         self._expected: deque[Message] = deque()
-        self._posted: deque[tuple[Message, Tensor, Any]] = deque()
+        self._posted: deque[tuple[Message, Tensor, list[Any]]] = deque()
         self._pool: dict[MessageForm, list[Tensor]] = {}
 
     def expect(self, messages: Iterable[Message]) -> None:
@@ -92,8 +93,9 @@ class Transport:
                 "pad all samples to one length",
             )
         near = self._reachable(tensor)
-        request = self.comm.Isend([_bytes(near), self._byte], dest=message.peer, tag=message.tag)
-        self._sent.append((request, near))
+        for piece in self._pieces(bits(near)):  # MPI keeps the order of messages with one tag
+            sent = self.comm.Isend([piece, self._byte], dest=message.peer, tag=message.tag)
+            self._sent.append((sent, near))
         self._counted.nbytes += near.nbytes
 
     def learn(self, kind: Hashable, like: Tensor) -> None:
@@ -105,10 +107,11 @@ class Transport:
         if not self._posted:
             self._ask_form(self._expected[0])
             self._post()
-        message, near, request = self._posted.popleft()
+        message, near, requests = self._posted.popleft()
         what = f"{message.what} from pipeline rank {message.peer}"
         with self.group.waiting(what), self._counted:
-            request.Wait()
+            for request in requests:
+                request.Wait()
         self._post()
         self._sent = [(request, near) for request, near in self._sent if not request.Test()]
         return near.to(self.device, copy=True) if self.staged else near
@@ -136,10 +139,11 @@ class Transport:
                 return
             free = self._pool.get(form)
             near = free.pop() if free else self._buffer(form)
-            request = self.comm.Irecv(
-                [_bytes(near), self._byte], source=message.peer, tag=message.tag
-            )
-            self._posted.append((self._expected.popleft(), near, request))
+            requests = [
+                self.comm.Irecv([piece, self._byte], source=message.peer, tag=message.tag)
+                for piece in self._pieces(bits(near))
+            ]
+            self._posted.append((self._expected.popleft(), near, requests))
 
     def _ask_form(self, message: Message) -> None:
         if message.kind not in self._forms:
@@ -153,8 +157,3 @@ class Transport:
             pinned = self.device.type == "cuda"
             return torch.empty(shape, dtype=dtype, pin_memory=pinned)
         return torch.empty(shape, dtype=dtype, device=self.device)
-
-
-def _bytes(tensor: Tensor) -> Any:
-    flat = tensor.view(-1).view(torch.uint8)
-    return flat if flat.is_cuda else flat.numpy()

@@ -333,6 +333,14 @@ def test_an_error_on_one_rank_is_raised_on_all(together, group, monkeypatch):
         arrays.statistics(group)
 
 
+def test_statistics_of_float64_are_not_rounded(tmp_path):
+    values = 1.7e9 + np.random.default_rng(0).standard_normal((50, 4))
+    with h5py.File(tmp_path / "seconds.h5", "w") as file:
+        file["time"] = values
+    found = Arrays(tmp_path / "seconds.h5", "time").statistics()
+    assert found.std["time"] == pytest.approx(values.std(), rel=1e-6)
+
+
 def test_statistics_are_written_and_read_with_all_digits(tmp_path):
     made = ArrayStatistics({"t": 1 / 3}, {"t": 0.1}, {"t": 10**12}, {"t": 0})
     made.write(tmp_path / "s.json")

@@ -137,9 +137,10 @@ def test_validation_between_steps_takes_an_uneven_last_micro_batch(group, name):
 
 @pytest.mark.ranks(2, 4)
 @schedules
-def test_messages_may_go_through_host_memory(group, name, monkeypatch):
+def test_messages_may_go_through_host_memory_and_be_large(group, name, monkeypatch):
     """As those of GPUs do, unless MPI can read the GPUs' memory."""
     monkeypatch.setattr("hpc_train.collectives.mpi.through_host", lambda device: True)
+    monkeypatch.setattr("hpc_train.collectives.mpi.LARGEST_MESSAGE", 50)
     model, reference = User(), User()
     pipeline, _ = piped(model, group, name)
     trained(model, pipeline, [2, 2, 2, 1])

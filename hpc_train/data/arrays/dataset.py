@@ -223,7 +223,9 @@ class Arrays:
                 yield partial(self._piece, number, name, begin, lengths)
 
     def _piece(self, number: int, name: str, begin: Index, lengths: Index) -> np.ndarray:
-        out = np.empty(lengths, np.float32)
+        stored = self._boxes.indexes[number].variables[name]
+        same = stored.dtype == np.float32 and (stored.scale, stored.add) == (1.0, 0.0)
+        out = np.empty(lengths, np.float32 if same else np.float64)  # float32 would round others
         self._read_box(number, name, begin, out, (0.0, 1.0))
         return out
 
@@ -286,7 +288,7 @@ class Arrays:
     def _read_box(
         self, number: int, name: str, begin: Index, out: np.ndarray, normal: tuple[float, float]
     ) -> None:
-        """Fill `out` with values of a file as float32 numbers, less a mean, by a deviation."""
+        """Fill `out` with values of a file, less a mean, by a deviation."""
         stored = self._boxes.indexes[number].variables[name]
         as_it_is = (stored.scale, stored.add, *normal) == (1.0, 0.0, 0.0, 1.0)
         if as_it_is and stored.dtype == np.float32 and not stored.missing:
