@@ -44,6 +44,30 @@ class _SumScatterForward(torch.autograd.Function):
         return ctx.over.start_gather(dy.contiguous(), ctx.dim).wait(), None, None
 
 
+class _GatherForward(torch.autograd.Function):
+    """Joins the ranks' rows; the gradient is summed over the ranks, and this rank's rows kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, over: Collectives) -> Tensor:
+        ctx.over = over
+        return over.start_gather(x, 0).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.over.start_sum_scatter(dy.contiguous(), 0).wait(), None
+
+
+def joined(x: Tensor, over: Collectives) -> Tensor:
+    """The rows of all ranks, the same on all of them. Collective.
+
+    The gradient of x is the sum over the ranks of what they compute for it.
+    """
+    if x.is_complex():  # sums are of real numbers
+        return torch.view_as_complex(joined(torch.view_as_real(x), over))
+    result: Tensor = _GatherForward.apply(x.contiguous(), over)
+    return result
+
+
 def summed(x: Tensor, over: Collectives) -> Tensor:
     """Replace x by its sum over the ranks, the same on all of them. Collective.
 

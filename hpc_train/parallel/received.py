@@ -25,6 +25,13 @@ _FORMS = {*(getattr(torch, name) for name in _LIKE), *(getattr(Tensor, name) for
 # The same is true of the second argument of these.
 _AS = {getattr(Tensor, name) for name in ("type_as", "to", "expand_as", "view_as", "reshape_as")}
 
+# These take numbers out of a tensor, where no mark can follow them. Truth values are left out: a
+# program may check that numbers are finite.
+_NUMBERS = {
+    getattr(Tensor, name)
+    for name in ("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__")
+}
+
 
 class Received(Tensor):
     """An activation of another rank, or what was computed from one."""
@@ -33,13 +40,24 @@ class Received(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Carry out an operation, and mark its result unless no number in it was received."""
+        """Carry out an operation, and mark its result unless no number in it was received.
+
+        Raises:
+            UserError: the operation takes numbers out of the tensor.
+        """
+        if func in _NUMBERS:
+            raise UserError(
+                f"the forward pass takes numbers ({func.__name__}) from the result of a stage that "
+                "another rank has computed",
+                "let a stage do it: only the stage after that one gets the result",
+            )
         result = super().__torch_function__(func, types, args, kwargs or {})
         if func in _FORMS or (func in _AS and not isinstance(args[0], Received)):
             return tree_map(_plain, result)
-        target = args[0] if args else None
-        if _in_place(func) and type(target) is Tensor:
-            target.__class__ = Received
+        if args and _in_place(func) and isinstance(args[0], Tensor):
+            for target in (args[0], args[0]._base):  # a write to a view changes its base
+                if type(target) is Tensor:
+                    target.__class__ = Received
         return result
 
     def __iter__(self) -> Iterator[Tensor]:

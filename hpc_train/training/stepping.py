@@ -7,12 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from hpc_train.collectives import Collectives
+from hpc_train.collectives.regions import joined
 from hpc_train.errors import UserError
 from hpc_train.gradients import LossScaler
 from hpc_train.gradients.hooks import Closure, replaced_closure
 from hpc_train.gradients.scaling import clip_factor, clip_gradients
+from hpc_train.mpi.agreement import same
+from hpc_train.mpi.group import Group
 from hpc_train.training.delivery import Delivery
 
 logger = logging.getLogger(__name__)
@@ -23,6 +28,9 @@ class Stepping(Delivery):
 
     scaler: LossScaler | None = None
     """The loss scaler of the loop; None: the loop has no `precision`."""
+    collectives: Collectives
+    _calls: Group
+    """A communicator for what the program calls."""
     _device_type = "cpu"
     _is_scaled = False  # a loss was scaled since the last step
     _may_step = False  # `step` is calling the optimizer's step
@@ -156,6 +164,34 @@ class Stepping(Delivery):
         if (factor := clip_factor(norm, max_norm)) != 1.0:
             self.averager.scale_(factor)
         return norm
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The rows of all ranks, for a loss that compares samples. Collective.
+
+        A contrastive loss of one process (SimCLR, CLIP) compares each sample with the whole batch.
+        Gather what it compares, such as features and labels. A rank may compute the whole loss, or
+        that of its own samples against all others; the gradients are those of one process either
+        way. With `accumulate`, the rows are those of one backward pass.
+
+        Args:
+            values: shape (samples, ...), the same on all ranks. Gradients flow back through it.
+
+        Returns:
+            Shape (ranks x samples, ...), in the order of the ranks, as one process has them.
+
+        Raises:
+            UserError: shapes or dtypes differ between ranks.
+        """
+        self._check_open()
+        form = f"{list(values.shape)} {values.dtype}"
+        with self._watched():
+            same(
+                self._calls,
+                "what loop.gather was given (shape and dtype)",
+                form,
+                "give all ranks the same number of rows",
+            )
+            return joined(values, self.collectives)
 
     def weight(self, items: int) -> float:
         """The factor for a loss that is a mean over `items` items of this rank. Collective.

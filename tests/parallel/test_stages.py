@@ -209,6 +209,10 @@ class Skipping(User):
                     joined = first.new_zeros(h.shape)
                     joined[:, :1] = first[:, :1]
                     shift = joined
+                case "view":
+                    joined = x.new_zeros(2, *h.shape)
+                    joined[1].copy_(first)
+                    shift = joined.sum(0)
                 case "form":
                     shift = torch.ones_like(first) * first.size(1) + x.sum().type_as(first)
             h = layer(h, scale, shift=shift)
@@ -224,6 +228,7 @@ class Skipping(User):
         ("assignment", r"stage middle\.3"),
         ("argument", r"stage middle\.\d"),
         ("kept", r"stage middle\.\d"),
+        ("view", r"stage middle\.\d"),
         ("loss", "the end of the forward pass"),
     ],
 )
@@ -231,6 +236,26 @@ class Skipping(User):
 def test_a_result_that_skips_a_rank_is_refused(how, where, ranks):
     with pytest.raises(UserError, match=f"{where} uses a result of stages before "):
         passed_on(parts(Skipping(how), ranks), 1, torch.randn(2, 3).double())
+
+
+class Taking(Skipping):
+    """Takes numbers out of the result of its first stage."""
+
+    def forward(self, x):
+        h = self.first(x)
+        assert torch.isfinite(h).all()
+        number = float(h.detach().mean()) if self.how == "float" else h.detach().numpy().mean()
+        for layer in self.middle:
+            h = layer(h, x.sum(), shift=x.sum())
+        return self.last(h).square().mean() * number
+
+
+@pytest.mark.parametrize(("how", "call"), [("float", "__float__"), ("array", "numpy")])
+def test_numbers_from_a_result_that_skips_a_rank_are_refused(how, call):
+    model, x = Taking(how), torch.randn(2, 3).double()
+    with pytest.raises(UserError, match=rf"takes numbers \({call}\) from the result of a stage"):
+        passed_on(parts(model, 2), 1, x)
+    assert torch.equal(passed_on(parts(model, 1), 1, x), model(x))
 
 
 def test_a_stage_that_returns_two_tensors_is_refused_on_the_ranks_after_it():

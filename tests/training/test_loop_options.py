@@ -284,6 +284,54 @@ def test_the_closure_of_another_optimizer_returns_the_mean_too(job, together):
     close(list(model.state_dict().values()), list(alone.state_dict().values()))
 
 
+def contrast(ours, others, first=0):
+    """A contrastive loss: each of our samples is to be nearest to its own one of the others."""
+    target = torch.arange(first, first + len(ours))
+    return cross_entropy(ours @ others.T, target)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rows", ["own", "all"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_loss_may_compare_the_samples_of_all_ranks(job, together, rows, accumulate):
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    size = BATCH // accumulate // job.world.size
+    with Loop(job, together / "run", model, optimizer) as loop:
+        for _, batches in loop.epochs(data(), batch=BATCH, epochs=1, accumulate=accumulate):
+            for inputs, labels in batches:
+                outputs = model(inputs)
+                assert torch.equal(loop.gather(labels)[job.world.rank * size :][:size], labels)
+                others = loop.gather(outputs.sin())
+                ours = outputs if rows == "own" else loop.gather(outputs)
+                first = job.world.rank * size if rows == "own" else 0
+                loop.backward(contrast(ours, others, first))
+                if loop.step_due:
+                    loop.step()
+                    optimizer.zero_grad()
+    alone = make_model()
+    stepper = sgd(alone.parameters())
+    samples, order = data(), SampleOrder(SAMPLES, BATCH)
+    for step in range(1, order.steps_per_epoch + 1):
+        stepper.zero_grad()
+        for micro in range(accumulate):
+            inputs, _ = samples[
+                order.indices(step, micro * BATCH // accumulate, BATCH // accumulate)
+            ]
+            outputs = alone(inputs)
+            (contrast(outputs, outputs.sin()) / accumulate).backward()
+        stepper.step()
+    close(model.state_dict().values(), alone.state_dict().values())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_gather_of_other_shapes_is_refused(job, together):
+    mine = Job(job, together / "run")
+    with pytest.raises(UserError, match=r"what loop.gather was given \(shape and dtype\)"):
+        mine.loop.gather(torch.ones(1 + job.world.rank))
+    assert mine.loop.gather(torch.ones(2, dtype=torch.complex64)).shape == (2 * job.world.size,)
+
+
 @pytest.mark.mpi
 def test_local_steps_are_the_mean_of_ranks_that_train_alone(job, together):
     every, size = 2, job.world.size
