@@ -65,7 +65,8 @@ class Forecast(nn.Module):
 
 
 def loss(model, batch):
-    past, ahead = batch
+    dtype = next(model.parameters()).dtype  # for --precision.dtype float64
+    past, ahead = (part.to(dtype) for part in batch)
     return mse_loss(model(past), ahead[:, 0])
 
 

@@ -43,6 +43,7 @@ def main(runtime):
 
 def loss(model, batch):
     features, labels = batch
+    features = features.to(next(model.parameters()).dtype)  # for --precision.dtype float64
     return cross_entropy(model(features), labels)
 
 

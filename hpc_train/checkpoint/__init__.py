@@ -29,17 +29,20 @@ inspection  verify one file, compare two
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpc_train.checkpoint.policy import SavePolicy as SavePolicy
+    from hpc_train.checkpoint.state import TrainingState as TrainingState
     from hpc_train.checkpoint.store import Checkpoints as Checkpoints
 
-__all__ = ["Checkpoints"]
+_HOMES = {"Checkpoints": "store", "SavePolicy": "policy", "TrainingState": "state"}
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Checkpoints":
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hpc_train.checkpoint.store import Checkpoints  # torch, which a list of files does without
-
-    return Checkpoints
+    # Most of them load torch, which a list of files does without.
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

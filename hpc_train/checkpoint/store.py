@@ -68,7 +68,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | str,
         collectives: Collectives,
         state: TrainingState,
         policy: SavePolicy = DEFAULT_POLICY,
@@ -77,7 +77,7 @@ class Checkpoints:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self._engines = EngineChoice(policy.engine, collectives.group, background=policy.background)
-        self.directory = directory
+        self.directory = Path(directory)
         self.group = collectives.group
         self.state, self.policy = state, policy
         name = type(state.optimizer).__name__.lower()

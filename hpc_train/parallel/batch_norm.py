@@ -71,6 +71,7 @@ def set_up_batch_norm(model: nn.Module, over: Collectives, batch_norm: BatchNorm
 
 
 def _tell(named: dict[str, nn.Module], layers: dict[str, Any], batch_norm: BatchNorm) -> None:
+    layers = {name: layer for name, layer in layers.items() if not _is_frozen(layer, named[""])}
     if layers:
         whose = "those of all ranks' samples" if batch_norm == "sync" else "each rank's own"
         logger.info(
@@ -92,6 +93,12 @@ def _tell(named: dict[str, nn.Module], layers: dict[str, Any], batch_norm: Batch
             drawing[0],
             len(drawing),
         )
+
+
+def _is_frozen(layer: nn.Module, model: nn.Module) -> bool:
+    """Whether a layer stays as it is. A model that is in eval mode as a whole is trained later."""
+    trained = any(parameter.requires_grad for parameter in layer.parameters())
+    return model.training and not layer.training and not trained
 
 
 def average_statistics(model: nn.Module, over: Collectives) -> None:

@@ -43,8 +43,32 @@ class _Leave(Exception):
         self.activation = activation
 
 
+class _ElsewhereError(UserError, AttributeError):
+    """An attribute is on another rank. As an AttributeError it lets `hasattr` return False."""
+
+
 class _Absent(nn.Module):
-    """Stands where a module of another rank was."""
+    """Stands where a module of another rank was.
+
+    Args:
+        name: the name of the module in the model.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._absent = name
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # A copy that is being made has no name yet.
+            stage = self.__dict__.get("_absent", "")
+            raise _ElsewhereError(
+                f"the program reads `{name}` of stage {stage}, which is on another rank",
+                "let the forward pass only call its stages, for instance "
+                "`for layer in self.layers: x = layer(x)`",
+            ) from None
 
 
 @dataclass
@@ -86,7 +110,7 @@ class Stages:
         kept = {position for run in mine for position in run}
         for position, name in enumerate(names):
             if position not in kept:
-                model.set_submodule(name, _Absent())
+                model.set_submodule(name, _Absent(name))
             module = model.get_submodule(name)
             original = module.forward if position in kept else None
             module.forward = _Visit(self, position, original)

@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_train.checkpoint import Checkpoints, fileformat
+from hpc_train.checkpoint import Checkpoints, SavePolicy, TrainingState, fileformat
 from hpc_train.checkpoint.background import Snapshot
 from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, newest
-from hpc_train.checkpoint.policy import SavePolicy
-from hpc_train.checkpoint.state import TrainingState
 from hpc_train.checkpoint.weights import start_from
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError, CheckpointMismatch
@@ -104,6 +102,11 @@ def test_training_goes_on_if_parameters_are_not_row_major(tmp_path, kind):
     other, other_optimizer = made(1)
     assert store(tmp_path, other, other_optimizer).resume() == 3
     assert train(other, other_optimizer, 4, first=4) == expected
+
+
+def test_a_folder_may_be_a_text(tmp_path):
+    store(str(tmp_path), *make()).save(3)
+    assert store(str(tmp_path), *make()).resume() == 3
 
 
 def test_the_newest_is_taken_and_the_oldest_are_dropped(tmp_path):

@@ -263,8 +263,11 @@ def test_an_index_that_claims_more_than_a_file_can_hold(trees):
         ("chunked", "filters", [[1, [1], "deflate"]] * 2),
         ("chunked", "scale", float("inf")),
         ("contiguous", "dtype", "O"),
+        ("contiguous", "truth", [None]),
+        ("contiguous", "truth", [[]]),
     ):
-        with pytest.raises(ValueError, match=r"leave the file|claims|more than|twice|finite|type"):
+        says = r"leave the file|claims|more than|twice|finite|type|truth values"
+        with pytest.raises(ValueError, match=says):
             parse_variable({**variables[name], key: value}, path.stat().st_size)
 
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hpc_train.data import fork_server
+from hpc_train.data.arrays.indexing import write_index
 from hpc_train.data.tables.schema import Column, TableSchema
 from hpc_train.data.tables.sources import cut_tables, list_tables, read_rows, table_columns
 from hpc_train.data.tables.table_files import BATCH_ROWS
@@ -186,6 +187,28 @@ def test_equal_values_have_one_text_whatever_their_type(tmp_path):
     assert len(paths) == 4
     for path in paths:
         assert rows_of(path, schema) == [*zip(*texts.values(), strict=True)], path.name
+
+
+def test_truth_values_have_one_text_in_all_formats(tmp_path):
+    truth = np.arange(6) % 3 == 0
+    rows = np.zeros(6, [("one", "?"), ("two", "?", (2,))])
+    rows["one"], rows["two"] = truth, np.stack([~truth, truth], 1)
+    columns = {"one": truth, "two_0": ~truth, "two_1": truth}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("table", data=rows)
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        for name, column in columns.items():
+            file[name] = column
+    np.savez(tmp_path / "c.npz", **columns)
+    pq.write_table(pa.table(columns), tmp_path / "d.parquet")
+    (tmp_path / "b.h5").rename(tmp_path / "indexed.h5")
+    write_index(tmp_path / "indexed.h5")
+    schema = schema_of(one="categorical", two_0="categorical", two_1="numeric")
+    expected = [(str(value), str(not value), float(value)) for value in truth]
+    paths = [path for path in sorted(tmp_path.iterdir()) if path.suffix != ".json"]
+    assert len(paths) == 4
+    for path in paths:
+        assert rows_of(path, schema) == expected, path.name
 
 
 def test_wrong_rows_of_parquet_are_told_with_their_number_or_counted(tmp_path):

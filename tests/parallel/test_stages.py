@@ -295,6 +295,33 @@ def test_outside_of_a_pass_own_stages_compute_and_others_are_refused():
         last.first(x)
 
 
+def test_an_attribute_of_a_stage_on_another_rank_is_told():
+    class Peeking(nn.Module):
+        stages = ("first", "encoder.layers.*")
+
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(3, 4)
+            layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+        def forward(self, x):
+            return self.encoder(
+                self.first(x)
+            )  # torch's encoder reads attributes of its first layer
+
+    pipeline = parts(Peeking(), 2)
+    says = "reads `self_attn` of stage encoder.layers.0, which is on another rank"
+    with pytest.raises(UserError, match=says):
+        passed_on(pipeline, 1, torch.randn(2, 5, 3))
+    absent = pipeline[1][0].encoder.layers[0]
+    assert not hasattr(absent, "self_attn")
+    assert getattr(absent, "p", None) is None
+    assert list(absent.named_modules()) == [("", absent)]
+    with pytest.raises(UserError, match=r"reads `weight` of stage encoder\.layers\.0"):
+        _ = deepcopy(absent).weight
+
+
 class Crossing(User):
     """Computes all of its stages again at once."""
 

@@ -120,6 +120,14 @@ def test_a_forecast_from_files_of_others_learns_the_same_on_two_ranks(tmp_path):
     assert max(errors) < losses[0][0] / 5
 
 
+@pytest.mark.parametrize(
+    ("name", "says"), [("own_model.py", "loss on held-out"), ("forecast.py", "error of the")]
+)
+def test_data_of_float32_train_a_model_of_float64(tmp_path, name, says):
+    options = ["--precision.dtype", "float64", "--run.epochs", "null", "--run.steps", "2"]
+    assert says in example(name, tmp_path, *options)
+
+
 @pytest.mark.slow("one rank, and a layout of four")
 @pytest.mark.parametrize("layout", [pytest.param((2, 2, 1), marks=pytest.mark.long), (1, 2, 2)])
 def test_an_own_model_learns_the_same_under_any_layout(tmp_path, layout):

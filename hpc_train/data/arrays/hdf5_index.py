@@ -132,12 +132,12 @@ def _described(file: Any, path: str, variable: Any) -> dict[str, Any]:
 
     dtype = variable.dtype
     if dtype.kind in "SV":
-        about = _texts_or_rows(variable)
+        about, truth = _texts_or_rows(variable), _truth_fields(dtype)
     else:
         _check_number(dtype, variable.id.get_type())
-        if dtype.kind == "b":
+        about, truth = {}, [None] if dtype.kind == "b" else []
+        if truth:
             dtype = np.dtype("u1")
-        about = {}
     if not variable.shape:
         raise _Refused("it has no axes; give a variable with a time or sample axis")
     if variable.is_virtual or variable.external:
@@ -148,6 +148,7 @@ def _described(file: Any, path: str, variable: Any) -> dict[str, Any]:
         "shape": [int(length) for length in variable.shape],
         "dtype": dtype.str,
         "fill": _fill(variable),
+        "truth": truth,
         **(about or _conventions(file, variable, dtype)),
     }
     layout = variable.id.get_create_plist().get_layout()
@@ -198,6 +199,10 @@ def _texts_or_rows(variable: Any) -> dict[str, Any]:
         stored = "|u1" if base.kind == "b" else base.str
         fields.append([name, stored, int(shape[0]), int(kind.get_member_offset(number))])
     return told | {"dtype": fields, "row_bytes": int(kind.get_size())}
+
+
+def _truth_fields(dtype: np.dtype[Any]) -> list[str | None]:
+    return [name for name in dtype.names or () if dtype[name].base.kind == "b"]
 
 
 def _conventions(file: Any, variable: Any, dtype: np.dtype[Any]) -> dict[str, Any]:

@@ -75,6 +75,8 @@ class Stored:
         scale, add: the values are to be multiplied by `scale`, and `add` is to be added.
         offset: position of the first value of a contiguous variable, in bytes; None: it has none.
         chunks: the chunks of a chunked variable.
+        truth: the fields whose numbers 0 and 1 stand for False and True; None for a variable that
+            has no fields.
     """
 
     shape: tuple[int, ...]
@@ -85,6 +87,7 @@ class Stored:
     add: float
     offset: int | None = None
     chunks: ChunkTable | None = None
+    truth: frozenset[str | None] = frozenset()
 
 
 def parse_variable(tree: Any, file_bytes: int) -> Stored:
@@ -121,6 +124,7 @@ def parse_variable(tree: Any, file_bytes: int) -> Stored:
         _finite("add", tree.get("add")),
         None if "chunk" in tree else _offset(tree.get("offset"), nbytes, file_bytes),
         _chunks(tree, shape, dtype, file_bytes) if "chunk" in tree else None,
+        _truth(tree.get("truth", []), dtype),  # index files of earlier versions lack it
     )
 
 
@@ -147,6 +151,16 @@ def _row_type(fields: list[Any], row_bytes: Any) -> np.dtype[Any]:
         formats.append(base if count == 1 else (base, (count,)))
     names, offsets = [one[0] for one in fields], [one[3] for one in fields]
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": row_bytes})
+
+
+def _truth(given: Any, dtype: np.dtype[Any]) -> frozenset[str | None]:
+    types: dict[str | None, Any] = {name: dtype[name].base for name in dtype.names or ()}
+    types[None] = dtype
+    if not isinstance(given, list) or not all(
+        (one is None or type(one) is str) and types.get(one) == np.uint8 for one in given
+    ):
+        raise ValueError("its truth values are no list of fields of bytes")
+    return frozenset(given)
 
 
 def _lengths(what: str, value: Any, least: int) -> tuple[int, ...]:

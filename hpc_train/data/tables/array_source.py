@@ -290,14 +290,16 @@ def _hdf5_batches(
                     read[name] = np.empty(min(BATCH_ROWS, end - at), stored.dtype)
                     reader.read(0, name, (at,), read[name])
                 values = read[name] if field is None else read[name][field]
-                arrays[column] = _meant(values if number is None else values[:, number], stored)
+                values = values if number is None else values[:, number]
+                arrays[column] = _meant(values, stored, truth=field in stored.truth)
             yield at, arrays
 
 
-def _meant(values: np.ndarray, stored: Stored) -> np.ndarray:
-    """The values that the CF conventions' attributes make of stored ones."""
+def _meant(values: np.ndarray, stored: Stored, *, truth: bool) -> np.ndarray:
+    """The values that the file's type and the CF conventions' attributes make of stored ones."""
     if not stored.missing and (stored.scale, stored.add) == (1.0, 0.0):
-        return values
+        # Their texts are those of truth values in other formats.
+        return values != 0 if truth else values
     meant = values * stored.scale + stored.add
     meant[np.isin(values, stored.missing)] = np.nan
     return meant
