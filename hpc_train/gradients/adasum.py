@@ -21,6 +21,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import added
 from hpc_train.gradients.buckets import plan_buckets
 from hpc_train.gradients.census import Facts, Place
+from hpc_train.gradients.hooks import Closure
 from hpc_train.gradients.horovod_sums import DistributedSums
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.progress import Progress
@@ -101,6 +102,13 @@ class AdasumAverager(BucketAverager):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._before = [[p.detach().clone() for p in some] for some in self.planned]
         return super()._before_step(optimizer, args, kwargs)
+
+    def _averaged(self, closure: Closure) -> Closure:
+        # Ranks step by their own gradients, so they may call it differently often.
+        raise UserError(
+            "reduction adasum combines the ranks' own steps, and a step with a closure was called",
+            "leave the closure out, or use reduction mean",
+        )
 
     def _after_step(self) -> None:
         """Replace the step by the combination of all ranks' steps."""

@@ -7,6 +7,8 @@ so that all replicas are equal afterwards.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.gradients import added
+from hpc_train.gradients.hooks import Closure
 from hpc_train.gradients.mpi import BucketAverager, MakeBuckets
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
@@ -58,6 +61,17 @@ class LocalSteps(BucketAverager):
     def average(self) -> None:
         """Do nothing: gradients are not averaged."""
 
+    def _averaged(self, closure: Closure) -> Closure:
+        """A closure whose loss and gradients stay this rank's own."""
+
+        def called() -> Any:
+            drops = self._drops
+            loss = closure()
+            self._drops = drops  # ranks may call their closures differently often
+            return loss
+
+        return called
+
     def _after_step(self) -> None:
         """Average the replicas after every `every` steps."""
         self._since += 1
@@ -75,6 +89,8 @@ class LocalSteps(BucketAverager):
         if self.group.largest(int(self._changed())):
             added.check_added(self.group, self._new())
             self._replan()
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self.optimizer.state.clear()  # a history of the rank's own steps, not of the mean's
         with torch.no_grad():
             self._average({p: p.data for p in self.trained})
             unite_state(self.optimizer, self.group)  # else ranks would average different moments
