@@ -27,6 +27,7 @@ from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.state import average_state
 from hpc_train.gradients.sums import CollectiveSums
+from hpc_train.gradients.torch_scaler import refuse_scaler
 from hpc_train.mpi.group import Group
 
 
@@ -71,6 +72,7 @@ class AdasumAverager(BucketAverager):
         super().__init__(model, optimizer, group, lambda _: ([], nothing), Progress())
         self.hvd = hvd
         self.shards = connect(group)
+        self.at_close.append(refuse_scaler(optimizer))
         self._label = DistributedSums.label(group)
 
     def _plan(self) -> None:

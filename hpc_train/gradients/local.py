@@ -22,6 +22,7 @@ from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.state import moments, unite_state
 from hpc_train.gradients.sums import CollectiveSums
+from hpc_train.gradients.torch_scaler import refuse_scaler
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
@@ -51,7 +52,7 @@ class LocalSteps(BucketAverager):
         self.every, self._since = every, 0
         self._make_mean, self._mean_progress = make, progress
         self._shared, self._mean_sums = make(self.trained)
-        self.at_close += [progress.close, lambda: self._mean_sums.close()]
+        self.at_close += [progress.close, lambda: self._mean_sums.close(), refuse_scaler(optimizer)]
 
     @property
     def profile(self) -> Profile:
