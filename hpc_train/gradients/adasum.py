@@ -21,11 +21,13 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import added
 from hpc_train.gradients.buckets import plan_buckets
 from hpc_train.gradients.census import Facts, Place
+from hpc_train.gradients.hooks import Closure
 from hpc_train.gradients.horovod_sums import DistributedSums
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.state import average_state
 from hpc_train.gradients.sums import CollectiveSums
+from hpc_train.gradients.torch_scaler import refuse_scaler
 from hpc_train.mpi.group import Group
 
 
@@ -70,6 +72,7 @@ class AdasumAverager(BucketAverager):
         super().__init__(model, optimizer, group, lambda _: ([], nothing), Progress())
         self.hvd = hvd
         self.shards = connect(group)
+        self.at_close.append(refuse_scaler(optimizer))
         self._label = DistributedSums.label(group)
 
     def _plan(self) -> None:
@@ -101,6 +104,13 @@ class AdasumAverager(BucketAverager):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._before = [[p.detach().clone() for p in some] for some in self.planned]
         return super()._before_step(optimizer, args, kwargs)
+
+    def _averaged(self, closure: Closure) -> Closure:
+        # Ranks step by their own gradients, so they may call it differently often.
+        raise UserError(
+            "reduction adasum combines the ranks' own steps, and a step with a closure was called",
+            "leave the closure out, or use reduction mean",
+        )
 
     def _after_step(self) -> None:
         """Replace the step by the combination of all ranks' steps."""

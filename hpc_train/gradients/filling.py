@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -72,6 +73,8 @@ class Filling:
         self._look, self._begin_pass = look, begin_pass
         self._hooks = [hook for slot in self.slots for hook in self._hook(slot)]
         self._task = -1  # the backward pass that the last gradient came from
+        # A backward pass has a thread for each GPU and one for the processor.
+        self._lock = threading.RLock()
         self.wait_for_calm()
         self.begin_step()
 
@@ -81,7 +84,11 @@ class Filling:
         return slots_of_buckets(buckets, self.sums.flats, self.share, look, self.writer)
 
     def _hook(self, slot: Slot) -> list[RemovableHandle]:
-        return [slot.parameter.register_post_accumulate_grad_hook(partial(self._move, slot))]
+        return [slot.parameter.register_post_accumulate_grad_hook(partial(self._moved, slot))]
+
+    def _moved(self, slot: Slot, parameter: Tensor) -> None:
+        with self._lock:
+            self._move(slot, parameter)
 
     @property
     def all_slots(self) -> list[Slot]:

@@ -7,6 +7,8 @@ so that all replicas are equal afterwards.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -14,11 +16,13 @@ from torch.optim import Optimizer
 
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.gradients import added
+from hpc_train.gradients.hooks import Closure
 from hpc_train.gradients.mpi import BucketAverager, MakeBuckets
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.state import moments, unite_state
 from hpc_train.gradients.sums import CollectiveSums
+from hpc_train.gradients.torch_scaler import refuse_scaler
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 
@@ -48,7 +52,7 @@ class LocalSteps(BucketAverager):
         self.every, self._since = every, 0
         self._make_mean, self._mean_progress = make, progress
         self._shared, self._mean_sums = make(self.trained)
-        self.at_close += [progress.close, lambda: self._mean_sums.close()]
+        self.at_close += [progress.close, lambda: self._mean_sums.close(), refuse_scaler(optimizer)]
 
     @property
     def profile(self) -> Profile:
@@ -57,6 +61,17 @@ class LocalSteps(BucketAverager):
 
     def average(self) -> None:
         """Do nothing: gradients are not averaged."""
+
+    def _averaged(self, closure: Closure) -> Closure:
+        """A closure whose loss and gradients stay this rank's own."""
+
+        def called() -> Any:
+            drops = self._drops
+            loss = closure()
+            self._drops = drops  # ranks may call their closures differently often
+            return loss
+
+        return called
 
     def _after_step(self) -> None:
         """Average the replicas after every `every` steps."""
@@ -75,6 +90,8 @@ class LocalSteps(BucketAverager):
         if self.group.largest(int(self._changed())):
             added.check_added(self.group, self._new())
             self._replan()
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self.optimizer.state.clear()  # a history of the rank's own steps, not of the mean's
         with torch.no_grad():
             self._average({p: p.data for p in self.trained})
             unite_state(self.optimizer, self.group)  # else ranks would average different moments

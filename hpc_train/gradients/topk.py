@@ -26,9 +26,10 @@ class TopK(ErrorFeedback):
     Lin et al., "Deep gradient compression", https://arxiv.org/abs/1712.01887.
 
     Ranks choose different places, so every rank gets every other rank's message: each of n nodes
-    sends n - 1 messages of ratio * elements * (4 bytes + the bytes of a value). In float32 this is
-    less than the ring's 2 (n - 1) / n of all elements if ratio < 1 / n. Otherwise all elements are
-    sent round the ring.
+    sends n - 1 messages of ratio * elements * (4 bytes + the bytes of a value), or 8 bytes in a
+    tensor with so many elements that 4 cannot number them. In float32 4 bytes are less than the
+    ring's 2 (n - 1) / n of all elements if ratio < 1 / n. Otherwise all elements are sent round the
+    ring.
 
     Args:
         ratio: fraction of the elements that is sent.
@@ -43,7 +44,8 @@ class TopK(ErrorFeedback):
     def is_exact(self, number: int, part: Tensor, ranks: int) -> bool:
         """Whether an exact sum takes fewer bytes."""
         width = part.element_size()
-        return ranks * self._ratio_now(number) * (4 + width) > 2 * width
+        sent = dtype_of_places(part.numel()).itemsize + width
+        return ranks * self._ratio_now(number) * sent > 2 * width
 
     def _ratio_now(self, number: int) -> float:
         done = (self.step(number) - 1) / self.warmup_steps if self.warmup_steps else 1.0
@@ -57,9 +59,10 @@ class TopK(ErrorFeedback):
         wanted = self._ratio_now(number) * part.numel()
         count = max(1, math.ceil(wanted - 1e-6))  # 0.07 * 100 is slightly above 7
         values = kept.new_full((count,), math.nan)  # sent if this rank's elements are not finite
-        places = torch.arange(count, dtype=torch.int32, device=part.device)
+        narrow = dtype_of_places(part.numel())
+        places = torch.arange(count, dtype=narrow, device=part.device)
         if is_finite(kept):
-            places = largest_places(kept, count).to(torch.int32)
+            places = largest_places(kept, count).to(narrow)
             values = kept[places]
             kept[places] = 0
         all_values, all_places = yield from _exchanged(cross, number, values, places)
@@ -80,6 +83,11 @@ def _exchanged(
     first, second = gathered.split([values.nbytes, places.nbytes], dim=1)
     all_values = first.reshape(-1).view(values.dtype).view(-1, len(values))
     return all_values, second.reshape(-1).view(places.dtype).view(-1, len(places))
+
+
+def dtype_of_places(size: int) -> torch.dtype:
+    """The narrowest type of 32 or 64 bits that numbers this many elements."""
+    return torch.int32 if size <= 1 << 31 else torch.int64
 
 
 def largest_places(flat: Tensor, count: int) -> Tensor:

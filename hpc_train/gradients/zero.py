@@ -23,6 +23,7 @@ from hpc_train.gradients.shared_parameters import SharedParameters
 from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.staged_parameters import StagedParameters
 from hpc_train.gradients.streamed import StreamedParameters
+from hpc_train.gradients.torch_scaler import refuse_scaler
 from hpc_train.models.initial import InitialValues
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class ShardedAverager(BucketAverager):
         self._counts_whole = self.shards.group.rank == 0
         self.parameters.move(values)
         self._gradients = self.parameters.gradients()
-        self.at_close.append(self.parameters.release)
+        self.at_close += [self.parameters.release, refuse_scaler(optimizer)]
         if isinstance(parameters, StreamedParameters):
             parameters.attend(model)
         elif hidden and (job or isinstance(parameters, StagedParameters)):

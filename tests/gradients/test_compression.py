@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpc_train import compression
 from hpc_train.errors import ConfigError
 from hpc_train.gradients.compression import make_compressor
-from hpc_train.gradients.topk import largest_places
+from hpc_train.gradients.topk import TopK, dtype_of_places, largest_places
 from tests.gradients.lockstep import ranks, together
 
 LOSSY = ["fp16", "bf16", "topk:0.1", "powersgd:2"]
@@ -227,6 +227,17 @@ def test_topk_never_sends_more_than_an_exact_sum(n, ratio):
     job.sum(parts)
     together(*(cross.sum_(part, 0) for cross, part in zip(plain, parts, strict=True)))
     assert sum(x.bytes_sent for x in job.crosses) <= sum(x.bytes_sent for x in plain)
+
+
+def test_topk_numbers_more_elements_than_32_bits_do():
+    most = 1 << 31  # the last one's place is the largest number of 32 bits
+    assert torch.iinfo(dtype_of_places(most)).max == most - 1
+    assert torch.iinfo(dtype_of_places(most + 1)).max >= most
+    # Two nodes send 0.4 * (4 + 4) or 0.4 * (8 + 4) bytes, where an exact sum sends 4 bytes.
+    topk = TopK(0.4)
+    sizes = (most, most + 1)
+    exact = [topk.is_exact(0, torch.empty(size, device="meta"), 2) for size in sizes]
+    assert exact == [False, True]
 
 
 def test_the_residual_is_the_same_on_another_number_of_nodes():

@@ -464,6 +464,14 @@ def test_settling_adasum_gives_all_ranks_the_mean_of_their_moments(job):
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.mpi(min_size=2)
+def test_adasum_refuses_a_step_with_a_closure(job):
+    model, optimizer, averager = make(job.world, reduction="adasum")
+    failures = failure_of(lambda: optimizer.step(lambda: loss(model, job.world.rank, 0, 0)))
+    averager.close()
+    assert "a step with a closure was called" in failures[0]
+
+
 @pytest.mark.mpi(min_size=4)
 def test_adasum_over_a_part_of_the_job_is_refused(job):
     runtime.start_horovod(job.world, [[0, 1], [2, 3]])

@@ -333,6 +333,31 @@ def test_a_gather_of_other_shapes_is_refused(job, together):
 
 
 @pytest.mark.mpi
+def test_local_steps_with_a_closure_are_saved(job, together):
+    """Ranks drop gradients differently often in it, and a history of steps is not saved."""
+    made = {"optimizer": torch.optim.LBFGS, "gradients": GradientsSection(average_every=3)}
+
+    def train(epochs):
+        run = Job(job, together / "run", **made, every=2, clip_norm=0.05)
+        for _, batches in run.loop.epochs(data(), batch=BATCH, epochs=epochs):
+            for inputs, targets in batches:
+
+                def closure(inputs=inputs, targets=targets):
+                    for _ in range(1 + job.world.rank):
+                        run.optimizer.zero_grad()
+                    loss = cross_entropy(run.model(inputs), targets)
+                    loss.backward()
+                    return loss
+
+                run.optimizer.step(closure)
+                run.steps += 1
+        run.loop.close()
+        return run.steps
+
+    assert [train(1), train(2)] == [4, 4]
+
+
+@pytest.mark.mpi
 def test_local_steps_are_the_mean_of_ranks_that_train_alone(job, together):
     every, size = 2, job.world.size
     section = GradientsSection(average_every=every)
