@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -71,7 +71,7 @@ class Filling:
         self.zeros: set[Slot] = set()
         self.over = False
         self._look, self._begin_pass = look, begin_pass
-        self._hooks = [hook for slot in self.slots for hook in self._hook(slot)]
+        self._hooks = {slot: self._hook(slot) for slot in self.slots}
         self._task = -1  # the backward pass that the last gradient came from
         # A backward pass has a thread for each GPU and one for the processor.
         self._lock = threading.RLock()
@@ -290,7 +290,7 @@ class Filling:
             if id(parameter) not in known:
                 slot = Slot(parameter, parameter.detach().clone(), -1, self.share, self._look)
                 self.strays.append(slot)
-                self._hooks += self._hook(slot)
+                self._hooks[slot] = self._hook(slot)
                 gradient = parameter.grad
                 if gradient is not None and not gradient.requires_grad:
                     slot.take(gradient)
@@ -306,16 +306,43 @@ class Filling:
                 found += [s.parameter.grad for s in some if s.parameter.grad is not None]
         return found
 
-    def release(self) -> None:
-        """Remove the hooks; gradients that lie in buckets are copied. Collective."""
-        for hook in self._hooks:
-            hook.remove()
-        self.part()
+    def drop(self) -> None:
+        """Drop all gradients."""
         for slot in self.all_slots:
+            slot.parameter.grad = None
+
+    def leave(self, parameters: Collection[Parameter]) -> dict[Parameter, Parameter]:
+        """Leave parameters to another averager; they must be in buckets.
+
+        Returns:
+            For each of them its stand-in here, which never gets a gradient: its place in the
+            bucket counts as zeros.
+        """
+        left = [slot for slot in self.slots if slot.parameter in parameters]
+        self._leave(left)
+        stands = {}
+        for slot in left:
+            stand = Parameter(slot.parameter.new_empty(0), requires_grad=False)
+            stands[slot.parameter] = stand
+            slot.parameter, slot.filled, slot.hollow, slot.late = stand, False, False, None
+            self.zeros.discard(slot)
+        return stands
+
+    def _leave(self, slots: Sequence[Slot]) -> None:
+        """Remove the hooks of slots; gradients that lie in buckets are copied."""
+        for slot in slots:
+            for hook in self._hooks.pop(slot, ()):
+                hook.remove()
+            slot.part(averaged=self.over)
             if slot.gradient is not None and slot.parameter.grad is slot.gradient:
                 slot.parameter.grad = slot.gradient = slot.gradient.clone()
             elif slot.parameter.grad is slot.pending:
                 slot.parameter.grad = None
+
+    def release(self) -> None:
+        """Remove the hooks; gradients that lie in buckets are copied. Collective."""
+        self._leave(self.all_slots)
         self.by_bucket, self.slots, self.strays = [], [], []
+        self.zeros = set()
         self.writer.close()
         self.sums.close()

@@ -446,8 +446,7 @@ class BucketAverager:
         self.optimizer.zero_grad = self._zero_optimizer  # type: ignore[method-assign]
         for hook in self._step_hooks:
             hook.remove()
-        for slot in filling.all_slots:
-            slot.parameter.grad = None
+        filling.drop()
         self._unplan()
         self.progress.close()
         self._census.close()

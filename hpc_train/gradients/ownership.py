@@ -55,7 +55,8 @@ def take_over(optimizer: Optimizer, group: Group) -> None:
     what = "the number of averagers that have the optimizer's parameters"
     counts = f"{len(owners)} {len(ended)}"
     same(group, what, counts, "give all ranks the same model and optimizer")
-    if any(getattr(owner, "streamed", ()) for owner in ended):
+    # Also if this optimizer trains others: all of the model's parameters get rank 0's values.
+    if any(getattr(owner, "streamed", ()) for owner in owners):
         raise UserError(
             "the model has parameters that another loop has divided over nodes",
             "close that loop before you make this one",

@@ -25,7 +25,7 @@ from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.local import LocalSteps
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions
-from hpc_train.gradients.ownership import trained
+from hpc_train.gradients.ownership import trained, trained_by
 from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.shared_parameters import SharedParameters
@@ -124,7 +124,9 @@ def _sharded(
     frozen = _frozen(model, options)
     size = chosen_bucket_bytes(levels.whole, make, [*planned, *frozen], options)
     whole = frozenset(options.whole)  # `in` on a list would compare the parameters' values
-    divisible = [p for p in planned if p not in whole and has_slabs(p)]
+    # Others in the model may be those of another optimizer, or be changed by the user's code.
+    mine = {id(p) for p in trained_by(optimizer)}
+    divisible = [p for p in planned if id(p) in mine and p not in whole and has_slabs(p)]
     rest = {id(p) for p in divisible}
     if options.staged:
         check_staged(planned, [p for p in planned if id(p) not in rest], levels.whole)
@@ -147,22 +149,23 @@ def _sharded(
         [*reaches, *[reach] * len(still)],
     )
 
-    def averager() -> ShardedAverager:
-        progress = options.progress()
-        try:
-            return ShardedAverager(
-                model,
-                optimizer,
-                _shared(sums, division, progress, options, planned),
-                hidden=options.only_modules_read,
-                values=options.values,
-            )
-        except SetupError:
-            progress.close()
-            sums.close()
-            raise
-
-    return made_on_all_nodes(levels.whole, averager)
+    progress = options.progress()
+    try:
+        # Only this: what `ShardedAverager` does is collective over all nodes.
+        parameters = made_on_all_nodes(
+            levels.whole, lambda: _shared(sums, division, progress, options, planned)
+        )
+    except SetupError:
+        progress.close()
+        sums.close()
+        raise
+    return ShardedAverager(
+        model,
+        optimizer,
+        parameters,
+        hidden=options.only_modules_read,
+        values=options.values,
+    )
 
 
 def _shared(

@@ -209,5 +209,9 @@ class SharedParameters:
             if parameter.data_ptr() == place:
                 parameter.data = parameter.data.clone()
         self.slabs, self._flats, self._hooks = {}, [], []
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory, in which no parameter is, or none any more. Collective."""
         if self.memory is not None:
             self.memory.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from hpc_train.gradients.division import Reach
 from hpc_train.gradients.filling import CONVERT_BEFORE, Filling
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.norms import total_norm
+from hpc_train.gradients.ownership import disown
 from hpc_train.gradients.pooled_filling import PooledFilling
 from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.shared_parameters import SharedParameters
@@ -217,6 +218,20 @@ class ShardedAverager(BucketAverager):
                 "add parameters before, or leave zero out",
             )
 
+    def release(self, parameters: Iterable[Parameter]) -> None:
+        """Leave parameters to another averager. Collective.
+
+        The buckets stay, because the optimizer has this rank's parts of them.
+
+        Args:
+            parameters: not those of this averager's own optimizer, so they are not shared.
+        """
+        self.parameters.wait()
+        left = set(parameters)
+        disown(left)
+        stands = self._filling.leave(left)
+        self.trained = [stands.get(p, p) for p in self.trained]
+
     def _add_late(self) -> None:
         """Sum the gradients that came too late for their buckets. Collective."""
         pieces = {slab.parameter: (piece, slab) for piece, slab in self.parameters.slabs.items()}
@@ -283,6 +298,11 @@ class ShardedAverager(BucketAverager):
         if self._closed:
             return
         self.parameters.wait()
+        self._unite_optimizer()
+        super().close()
+
+    def _unite_optimizer(self) -> None:
+        """Undo `_divide_optimizer`. Collective."""
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=False):
             group["params"] = parameters  # groups that came later, an error, stay as they are
         self._gradients = {}
@@ -293,4 +313,4 @@ class ShardedAverager(BucketAverager):
             gather_state(*mine, self.shared, self.shards)
         for piece in self.parameters.slabs:
             self.optimizer.state.pop(piece, None)
-        super().close()
+            piece.grad = None  # it lies in the memory of the sums

@@ -1,0 +1,182 @@
+"""Averagers with memory.zero: how they begin and end, and two of them for one model."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.collectives import node
+from hpc_train.errors import SetupError, UserError
+from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
+from hpc_train.models.gate import Gate
+from tests.system.test_same import Model, levels_of
+
+pytestmark = pytest.mark.mpi
+NODES = (0, 0, 1, 1)
+KINDS = [{"two_level": "on"}, {"zero": 1}, {"zero": 2}, {"zero": 1, "scope": "all"}]
+
+
+def set_up(group, model, optimizer=None, **options):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.1)
+    options = AveragingOptions(engine="mpi", bucket_bytes=300, **options)
+    return average_gradients(model, optimizer, group, options)
+
+
+def step(model, rank, *optimizers):
+    """The gradients of a step of these optimizers, on samples of this rank."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(rank)
+    model(torch.randn(4, 6, generator=generator).double()).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("options", KINDS[1:], ids=str)
+def test_tensors_that_the_program_still_has_are_readable_after_close(job, options):
+    model = Model().double()
+    averager = set_up(job.world, model, **options)
+    state = model.state_dict()
+    arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    for _ in range(2):
+        step(model, job.world.rank, averager.optimizer)
+    averager.close()
+    assert all(torch.equal(state[name], p) for name, p in model.named_parameters())
+    assert all((arrays[name] == p.detach().numpy()).all() for name, p in model.named_parameters())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_views_of_gradients_are_readable_after_close(job):
+    model = Model().double()
+    averager = set_up(job.world, model, two_level="on")
+    step(model, job.world.rank, averager.optimizer)
+    views = [p.grad[...] for p in model.parameters() if p.grad is not None]
+    averager.close()
+    assert all(view.isfinite().all() for view in views)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), NODES], ids=str)
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_no_memory_is_kept_for_an_averager_that_was_closed(job, options, nodes):
+    before = list(node._KEPT)
+    levels = levels_of(job.world, nodes)
+    model = Model().double()
+    averager = set_up(levels, model, **options)
+    for _ in range(3):
+        step(model, job.world.rank, averager.optimizer)
+    averager.close()
+    levels.close()
+    assert {*node._KEPT} <= {*before}
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_is_freed_when_no_rank_uses_it_any_more(job, caplog):
+    caplog.set_level(logging.INFO)
+    before, counts, states = {*node._KEPT}, [], []
+    for kept_by in (0, 0, None):  # the rank that keeps the state of this averager and no other
+        model = Model().double()
+        averager = set_up(job.world, model, zero=1)
+        counts.append(len({*node._KEPT} - before))
+        states = [model.state_dict()] if job.world.rank == kept_by else []
+        averager.close()
+        counts.append(len({*node._KEPT} - before))
+    assert not states
+    # The second averager is made while rank 0 has the first one's state, and the third while it has
+    # the second one's. The third one's is freed at once.
+    assert counts == [0, 1, 1, 2, 1, 1]
+    set_up(job.world, Model().double(), zero=1).close()
+    assert not {*node._KEPT} - before
+    assert job.world.rank or "the program still uses tensors in the shared memory" in caplog.text
+
+
+def gates_of(model) -> list[Gate]:
+    """Gates for all modules of a sequence, as a Loop makes them of a model's stages."""
+    gates: list[Gate] = []
+    for number, module in enumerate(model):
+        gates.append(Gate(module, f"{number}", module.forward, gates[-1] if gates else None))
+        module.forward = gates[-1]
+    return gates
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_too_little_memory_for_the_parameters_of_one_node_is_known_on_all(job, monkeypatch, zero):
+    calls = []
+
+    def full(nbytes):
+        calls.append(nbytes)
+        if len(calls) == 2 and job.world.rank > 1:  # the first is that of the sums
+            raise SetupError("/dev/shm is full", "enlarge it")
+
+    monkeypatch.setattr(node, "_check_room", full)
+    levels = levels_of(job.world, NODES)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double()
+    more = {"gates": gates_of(model)} if zero == 3 else {}
+    with pytest.raises(SetupError, match="/dev/shm is full"):
+        set_up(levels, model, zero=zero, scope="all", hang_timeout=20, **more)
+    levels.close()
+    assert len(calls) == 2
+
+
+class Two(nn.Module):
+    """Two parts for two optimizers, and a parameter that no optimizer has."""
+
+    def __init__(self, *, transposed: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 5)
+        if transposed:  # such a parameter is not divided
+            self.two.weight = nn.Parameter(torch.randn(5, 5).t())
+        self.rest = nn.Parameter(torch.ones(5, 5))
+
+    def forward(self, inputs):
+        return self.two(self.one(inputs)) @ self.rest
+
+
+def two_optimizers(group, transposed, *zeros, **more):
+    """A model after steps of two optimizers with an averager each, and the last mean of `rest`."""
+    torch.manual_seed(0)
+    model = Two(transposed=transposed).double()
+    parts = model.one, model.two
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in parts]
+    make = partial(set_up, group, model)
+    averagers = [make(o, zero=z, **more) for o, z in zip(optimizers, zeros, strict=True)]
+    for number in range(6):
+        model.rest.grad = None
+        step(model, 10 * number + group.whole.rank, *optimizers)
+    rest = model.rest.grad
+    assert rest is not None
+    mean = rest.clone()
+    for averager in averagers:
+        averager.close()
+    return [*(p.detach() for p in model.parameters()), mean]
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("zeros", [(1, 0), (1, 1), (2, 1), (0, 2)], ids=str)
+def test_two_optimizers_of_one_model_have_an_averager_each(job, zeros, transposed):
+    levels = levels_of(job.world, NODES)
+    expected = two_optimizers(levels, transposed, 0, 0)
+    found = two_optimizers(levels, transposed, *zeros)
+    levels.close()
+    pairs = zip(found, expected, strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-10, atol=1e-12) for one, other in pairs)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_no_second_averager_is_made_while_nodes_have_pieces_of_parameters(job):
+    levels = levels_of(job.world, NODES)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double()
+    one, two = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    first = set_up(levels, model, one, zero=3, scope="all", gates=gates_of(model))
+    with pytest.raises(UserError, match="another loop has divided over nodes"):
+        set_up(levels, model, two)
+    first.close()
+    levels.close()
