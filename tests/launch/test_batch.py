@@ -398,6 +398,15 @@ def test_a_setup_line_that_is_no_command_is_refused(line):
         text(replace(PLAIN, setup=[line]))
 
 
+def test_warnings_of_a_starting_shell_refuse_no_setup_line(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/not/there.so")
+    monkeypatch.setenv("LC_ALL", "xx_XX.UTF-8")
+    line = ": this line has not been checked before"
+    assert line in text(replace(PLAIN, setup=[line]))
+    with pytest.raises(UserError, match="no command by itself"):
+        text(replace(PLAIN, setup=["cat <<ANOTHER"]))
+
+
 @pytest.mark.parametrize(
     ("launcher", "survives"),
     [
