@@ -234,6 +234,22 @@ def test_an_mpijob_has_what_was_asked_for():
             text(replace(BATCHES["mpijob.yaml"], name=wrong))
 
 
+def test_kubernetes_reads_strings_and_leaves_dollars_alone():
+    """It reads YAML 1.2, and replaces $(NAME) and $$ in words and in variables."""
+    words = ["1e-3", "1e3", "0o17", "y", "0x1f", "1_0", "2026-01-01", "~", "$$", "$(HOME)", "ö\n"]
+    batch = replace(BATCHES["mpijob.yaml"], launcher=words, command=words)
+    written = text(replace(batch, environ={"RATE": "1e-3", "HERE": "$(HOME)"}))
+    assert written.isascii()
+    for word in words[:8]:
+        assert written.count(f'- "{word}"\n') == 2
+    pod = yaml.safe_load(written)["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["args"] == [*words[:8], "$$$$", "$$(HOME)", "ö\n"]
+    assert container["command"] == container["args"]
+    assert [variable["value"] for variable in container["env"]] == ["1e-3", "$$(HOME)"]
+    assert 'value: "1e-3"' in written
+
+
 @pytest.fixture(params=SCHEDULERS)
 def shell(request, tmp_path):
     return Shell(tmp_path, request.param)
