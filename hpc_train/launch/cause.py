@@ -42,8 +42,16 @@ PATTERNS = [
         # Open MPI, about a rank that ended by itself
         r"Process name:\s+\[(?:\[\d+,\d+\]|[^\s\[\]]+@\d+),(?P<rank>\d+)\]",
         r"Exit code:\s+(?P<code>\d+)",
+        # Open MPI, in two lines, about a rank that ended without MPI_Finalize
+        r"exited due to process rank (?P<rank>\d+) with PID \d+ on",
+        r"node (?P<host>\S+) (?P<improper>exiting improperly)",
     )
 ]
+# What `hpc_train.run` prints about a rank that ends the others.
+OWN_RANK = re.compile(
+    r"(?P<rank>rank \d+ \([^()\s]+\)) "
+    r"(?:(?P<left>left the program by .*?)(?:, but other ranks did not)?$|(?P<failed>failed):$)"
+)
 TRACEBACK = "Traceback (most recent call last)"
 OWN_ERROR = re.compile(r"hpc-train: error: (.*)")
 CONTAINER_ERROR = re.compile(r"FATAL:   (.*)")  # Apptainer's and Singularity's, with three spaces
@@ -70,8 +78,13 @@ def explain(code: int, lines: Sequence[str]) -> str:
                 found = {**match.groupdict(), **found}
     found = {key: value for key, value in found.items() if value}
     told, raised = _told(found), _traceback(lines)
-    if raised and (not told or "exited" in told):
-        told = f"{told}: {raised}" if told else raised
+    if not told or "exited" in told:
+        failed, left = _own_rank(lines)
+        if left:
+            return left
+        told = failed or told
+        if raised:
+            told = f"{told}: {raised}" if told else raised
     if told := told or _help(lines):
         return told
     return _end(code)
@@ -92,7 +105,18 @@ def _told(found: dict[str, str]) -> str:
         return f"{who}{host} was ended by {_signal(number)}{hint}"
     if "code" in found:
         return f"{who}{host} exited with code {found['code']}"
+    if "improper" in found:
+        return f"{who}{host} exited without MPI_Finalize"
     return "a host was lost" if "away" in found else ""
+
+
+def _own_rank(lines: Sequence[str]) -> tuple[str, str]:
+    """The first rank that failed by an exception, or else left by SystemExit, in this order."""
+    for line in lines:
+        if own := OWN_RANK.search(line):
+            told = f"{own['rank']} {own['failed'] or own['left'].strip()}"
+            return (told, "") if own["failed"] else ("", told)
+    return "", ""
 
 
 def _traceback(lines: Sequence[str]) -> str:
