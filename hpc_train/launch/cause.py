@@ -50,7 +50,7 @@ PATTERNS = [
 # What `hpc_train.run` prints about a rank that ends the others.
 OWN_RANK = re.compile(
     r"(?P<rank>rank \d+ \([^()\s]+\)) "
-    r"(?:(?P<left>left the program by .*?)(?:, but other ranks did not)?$|(?P<failed>failed):$)"
+    r"(?:(?P<left>left the program by .*?)(?:, but other ranks did not)?$|failed:$)"
 )
 TRACEBACK = "Traceback (most recent call last)"
 OWN_ERROR = re.compile(r"hpc-train: error: (.*)")
@@ -77,14 +77,9 @@ def explain(code: int, lines: Sequence[str]) -> str:
             if match := pattern.search(line):
                 found = {**match.groupdict(), **found}
     found = {key: value for key, value in found.items() if value}
-    told, raised = _told(found), _traceback(lines)
+    told = _told(found)
     if not told or "exited" in told:
-        failed, left = _own_rank(lines)
-        if left:
-            return left
-        told = failed or told
-        if raised:
-            told = f"{told}: {raised}" if told else raised
+        told = _by_itself(told, lines)
     if told := told or _help(lines):
         return told
     return _end(code)
@@ -110,13 +105,18 @@ def _told(found: dict[str, str]) -> str:
     return "a host was lost" if "away" in found else ""
 
 
-def _own_rank(lines: Sequence[str]) -> tuple[str, str]:
-    """The first rank that failed by an exception, or else left by SystemExit, in this order."""
-    for line in lines:
-        if own := OWN_RANK.search(line):
-            told = f"{own['rank']} {own['failed'] or own['left'].strip()}"
-            return (told, "") if own["failed"] else ("", told)
-    return "", ""
+def _by_itself(told: str, lines: Sequence[str]) -> str:
+    """Why a rank ended that no signal has ended, by what this package and Python say of it.
+
+    Args:
+        told: what the launcher says of it.
+        lines: the output.
+    """
+    own = next((match for line in lines if (match := OWN_RANK.search(line))), None)
+    if own and own["left"]:
+        return f"{own['rank']} {own['left']}"
+    who, raised = f"{own['rank']} failed" if own else told, _traceback(lines)
+    return f"{who}: {raised}" if who and raised else who or raised
 
 
 def _traceback(lines: Sequence[str]) -> str:
