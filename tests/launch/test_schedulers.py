@@ -215,3 +215,19 @@ def test_a_job_without_a_scheduler_ends_at_its_time_limit(local, tmp_path):
     local("wait", options=["--time", "4s", "--requeue_by", "never"])
     wait_until(lambda: events(tmp_path)[-1]["event"] == "ended")
     assert not events(tmp_path)[-1]["next"]
+
+
+def test_a_job_that_a_rank_submits_is_no_rank_itself(tmp_path):
+    """mpirun refuses to start from a rank."""
+    show = "import os; print(*(f'{name}={os.environ[name]}' for name in sorted(os.environ)))"
+    line = ["submit", "--scheduler", "local", "--run.dir", "r", "--", "python", "-c", show]
+    told = {"HPC_TRAIN_QUEUED": "7", "HPC_TRAIN_WARM": "launch-x", "OMPI_MCA_btl": "^openib"}
+    done = run("mpirun", "-np", "1", *hpc_train(*line), cwd=tmp_path, environ={**ENVIRON, **told})
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: events(tmp_path)[-1]["event"] == "ended")
+    output = (tmp_path / "r/r.out").read_text()
+    assert events(tmp_path)[-1]["code"] == 0, output
+    assert "OMPI_MCA_btl=^openib" in output
+    assert "start 0" in output
+    assert "HPC_TRAIN_QUEUED" not in output
+    assert "launch-x" not in output
