@@ -314,7 +314,34 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(desk):
     desk.scheduler("sbatch")
     done = desk.run("submit", "my.yaml", "--run.dir", "/proc/no/such")
     assert done.returncode == 2
-    assert "run.dir /proc/no/such cannot be written" in only_line(done.stderr)
+    line = only_line(done.stderr)
+    assert "run.dir /proc/no/such cannot be written (No such file or directory: /proc/no)" in line
+
+
+def test_a_script_is_replaced_with_the_rights_of_the_umask(desk):
+    """It may be another group member's, who may not write into it."""
+    desk.scheduler("sbatch")
+    run = desk.folder / "runs/my"
+    run.mkdir(parents=True)
+    (run / "old").write_text("old")
+    (run / "job.sh").hardlink_to(run / "old")
+    before = os.umask(0o027)
+    try:
+        done = desk.run("submit", "my.yaml")
+    finally:
+        os.umask(before)
+    assert done.returncode == 0, done.stderr
+    assert (run / "old").read_text() == "old"
+    assert (run / "job.sh").stat().st_mode & 0o777 == 0o750
+
+
+def test_words_of_another_language_are_written_where_the_locale_lacks_their_letters(desk):
+    desk.scheduler("sbatch")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = ["--scheduler", "slurm", "--run.dir", "r", "--", "python", "größe.py"]
+    done = desk.run("submit", *words, **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert "command=(python 'größe.py')\n".encode() in (desk.folder / "r/job.sh").read_bytes()
 
 
 def test_a_run_directory_on_a_full_disk_is_named_and_nothing_is_queued(desk):

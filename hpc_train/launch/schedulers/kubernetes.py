@@ -119,6 +119,8 @@ class _Dumper(yaml.SafeDumper):
     """
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
+        # Surrogates stand for the bytes of letters that the locale does not have.
+        data = data.encode(errors="surrogateescape").decode(errors="replace")
         plain = re.fullmatch(r"-{0,2}[A-Za-z/][\w./:@-]+|--", data, re.ASCII)
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else '"')
 
