@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -189,9 +190,7 @@ def _command(request: LaunchRequest) -> tuple[list[str], RunConfig | None, str |
         raise UserError("no command", "write it after --: hpc-train launch -np 4 -- train my.yaml")
     own = _own(words, containers.PYTHON if request.image else sys.executable)
     if own is None and not request.image and not shutil.which(words[0]):
-        near = difflib.get_close_matches(words[0], OWN_VERBS, n=1)
-        meant = f"did you mean {near[0]}?" if near else "give its path, or load its module"
-        raise UserError(f"there is no program {words[0]!r}", meant)
+        raise _no_program(words[0])
     if own is None:
         return list(words), None, None
     program, rest = own
@@ -203,6 +202,15 @@ def _command(request: LaunchRequest) -> tuple[list[str], RunConfig | None, str |
         raise UserError("train has no configuration", "write train CONFIG.yaml --section.key VALUE")
     path, options = config_file.split([word for word in rest[1:] if word != COLD])
     return [*program, *rest], config_file.load(path, options), path
+
+
+def _no_program(word: str) -> UserError:
+    """The error for a word that is not found as a program."""
+    if "/" in word and Path(word).is_file():
+        return UserError(f"{word} may not be executed", f"chmod +x {shlex.quote(word)}")
+    near = difflib.get_close_matches(word, OWN_VERBS, n=1)
+    meant = f"did you mean {near[0]}?" if near else "give its path, or load its module"
+    return UserError(f"there is no program {word!r}", meant)
 
 
 def _own(words: Sequence[str], python: str) -> tuple[list[str], list[str]] | None:
