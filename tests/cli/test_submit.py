@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpc_train.errors import UserError
 from hpc_train.launch.sites import filled, load_site
 from tests.cli.desk import QSTAT, Desk
 from tests.programs import ENVIRON, hpc_train, only_line, run
@@ -414,6 +415,42 @@ def test_an_mpijob_brings_its_configuration_and_keeps_what_it_writes(desk):
     assert (limits["nvidia.com/gpu"], limits["memory"]) == (4, "64G")
     done = desk.run("submit", "my.yaml", *words, "--run.dir", "/scratch/my")
     assert "not on the volume of the pods" in only_line(done.stderr)
+
+
+def test_a_profiles_variables_are_the_texts_that_it_has(tmp_path):
+    path = tmp_path / "my.yaml"
+    variables = "{A: 16, B: true, C: 1:30, D: 1.10, E: 'x y', F: 2026-01-01}"
+    path.write_text(
+        f"scheduler: slurm\nenviron: {variables}\ncontainer: {{environ: {{A: 0x1f}}}}\n"
+    )
+    site = load_site(str(path))
+    texts = ["16", "true", "1:30", "1.10", "x y", "2026-01-01"]
+    assert list(site.environ.values()) == texts
+    assert site.container.environ == {"A": "0x1f"}
+    path.write_text("scheduler: slurm\nenviron:\nqueues:\n")
+    assert (load_site(str(path)).environ, load_site(str(path)).queues) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("queues: [gpu]", "queues[0] is 'gpu': write its keys below it, such as name:"),
+        ("queues: {name: gpu}", "queues is {'name': 'gpu'}: write a list, such as [{name: gpu}]"),
+        ("queues: [{name: a, hours: -1}]", "queues[0].hours is -1: it takes a number of 0 or more"),
+        ("queues: [{name: a, min_nodes: 9, max_nodes: 3}]", "min_nodes 9 and max_nodes 3"),
+        ("threads: 0", "threads is 0: it takes a whole number of 1 or more"),
+        ("environ: {A: [1]}", "environ is {'A': [1]}: it takes text: put it in quotes"),
+        ("needs: [x]", "needs is ['x']: it takes one of 'account', 'queue'"),
+        ("launcher: srun", "launcher is 'srun': it takes a list, such as [a, b]"),
+    ],
+)
+def test_a_wrong_value_in_a_profile_is_named(tmp_path, line, message):
+    path = tmp_path / "my.yaml"
+    path.write_text(f"scheduler: slurm\n{line}\n")
+    with pytest.raises(UserError) as told:
+        load_site(str(path))
+    assert str(told.value).startswith(f"{path}: ")
+    assert message in str(told.value)
 
 
 def test_slots_of_torque_are_cores(desk):
