@@ -16,6 +16,7 @@ from hpc_train.config import RunConfig
 from hpc_train.config import file as config_file
 from hpc_train.errors import UserError
 from hpc_train.launch import containers, warm_start
+from hpc_train.launch.attempt import stop_with_script
 from hpc_train.launch.containers import Container
 from hpc_train.launch.hosts import Allocation, Host, allocated, parse_hosts, read_file, take_hosts
 from hpc_train.launch.launchers import FoundLauncher, cores_here, find_launcher, threads_of
@@ -112,6 +113,7 @@ def launch(request: LaunchRequest) -> int:
         return 0
     if container and config:
         containers.check_package(container)  # a clear error before ranks start
+    stop_with_script(os.environ)
     with tempfile.TemporaryDirectory(prefix="hpc-train-") as folder:
         run_dir = Path(config.run.dir) if config else None
         if run_dir:

@@ -244,7 +244,7 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
         (["--scheduler", "flux", "--mail", "a@b"], "--mail means nothing to flux"),
         (["--scheduler", "mpijob"], "give --image"),
         (["--scheduler", "slurm", "--stage_data", "text"], "give --stage"),
-        (["--scheduler", "local", "--name", "a/b"], "leave out the slash"),
+        (["--scheduler", "local", "--name", "a/b"], "leave out slashes"),
         (["--scheduler", "local", "--run.dir", ""], "run.dir is empty"),
         (["--scheduler", "slurm", "--stage", "--stage_data", "nowhere"], "is not a folder"),
         (["--scheduler", "slurm", "--stage", "--image", "it.sif"], "leave out --stage"),

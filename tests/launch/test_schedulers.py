@@ -7,12 +7,13 @@ import os
 import shlex
 import subprocess
 
+import psutil
 import pytest
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launch.schedulers import QueuedJob, scheduler_of
 from tests.programs import ENVIRON, hpc_train, only_line, run
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -209,6 +210,17 @@ def test_a_job_without_a_scheduler_can_be_watched_and_cancelled(local, tmp_path)
     assert not events(tmp_path)[-1]["next"]
     processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert str(tmp_path) not in processes.stdout
+
+
+def test_a_job_whose_script_is_killed_leaves_no_ranks(local, tmp_path):
+    (job,) = local("wait")
+    wait_until(lambda: "start 0" in (tmp_path / "r/r.out").read_text())
+    (script,) = psutil.Process(int(job.partition("-")[0])).children()
+    (launch,) = script.children()
+    mpirun = launch.children()
+    script.kill()
+    assert not psutil.wait_procs([launch, *mpirun], timeout=PATIENCE)[1]
+    assert "asked to stop" in (tmp_path / "r/r.out").read_text()
 
 
 def test_a_job_without_a_scheduler_ends_at_its_time_limit(local, tmp_path):
