@@ -214,7 +214,7 @@ def test_a_job_without_a_scheduler_can_be_watched_and_cancelled(local, tmp_path)
 
 def test_a_job_whose_script_is_killed_leaves_no_ranks(local, tmp_path):
     (job,) = local("wait")
-    wait_until(lambda: "start 0" in (tmp_path / "r/r.out").read_text())
+    wait_until(lambda: "start 0" in (tmp_path / "r/r.out").read_text().splitlines())
     (script,) = psutil.Process(int(job.partition("-")[0])).children()
     (launch,) = script.children()
     mpirun = launch.children()
