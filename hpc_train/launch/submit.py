@@ -14,7 +14,7 @@ from hpc_train import files
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch.batch import text
 from hpc_train.launch.compose import COPY, make
-from hpc_train.launch.protocol import STOP
+from hpc_train.launch.protocol import QUEUED, STOP
 from hpc_train.launch.queued import check_tasks, one_submission, record_queued, write_tasks
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.schedulers import scheduler_of
@@ -61,6 +61,7 @@ def submit(request: SubmitRequest) -> Submission:
         raise UserError(f"{run_dir / STOP} is there", "remove it to resume the run")
     with _writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / QUEUED).open("a").close()  # it may be another user's
     ids: list[str] = []
     with one_submission(run_dir):
         tasks = dict(enumerate(map(list, batch.sweep), scheduler.first_task))

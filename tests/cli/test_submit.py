@@ -319,6 +319,17 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(desk):
     assert "run.dir /proc/no/such cannot be written (No such file or directory: /proc/no)" in line
 
 
+def test_a_record_of_jobs_that_may_not_be_written_is_named(desk):
+    desk.scheduler("sbatch")
+    run = desk.folder / "runs/my"
+    run.mkdir(parents=True)
+    (run / "jobs.jsonl").symlink_to("/proc/no/such")
+    done = desk.run("submit", "my.yaml")
+    assert done.returncode == 2
+    assert "cannot be written (No such file or directory: runs/my/jobs.jsonl)" in done.stderr
+    assert not (desk.folder / "sbatch.calls").exists()
+
+
 def test_a_script_is_replaced_with_the_rights_of_the_umask(desk):
     """It may be another group member's, who may not write into it."""
     desk.scheduler("sbatch")
