@@ -136,16 +136,17 @@ def is_there(path: Path) -> bool:
     return os.path.exists(path)  # noqa: PTH110  # Path.exists raises such an error
 
 
-def create(path: Path, content: Buffer, flag: int) -> None:
+def create(path: Path, content: Buffer, flag: int, mode: int = 0o666) -> None:
     """Make a file and write its content, which is durable when this returns; its name is not yet.
 
     Args:
         path: the file.
         content: the content.
         flag: os.O_EXCL if the file must not exist yet, os.O_TRUNC if its old content goes.
+        mode: the rights of a new file, before the umask.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag
-    descriptor = call("create", os.open, path, flags, 0o666)
+    descriptor = call("create", os.open, path, flags, mode)
     try:
         write_at(descriptor, content, 0)
         call("sync", os.fsync, descriptor)
@@ -155,9 +156,20 @@ def create(path: Path, content: Buffer, flag: int) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that readers see the old or the new content, never a part of it."""
+    write_whole(path, text.encode())
+
+
+def write_whole(path: Path, content: Buffer, mode: int = 0o666) -> None:
+    """Do the same as `write_text` with bytes.
+
+    Args:
+        path: the file.
+        content: the content.
+        mode: the rights of the file, before the umask.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        create(partial, text.encode(), os.O_TRUNC)
+        create(partial, content, os.O_TRUNC, mode)
         rename(partial, path)
     except OSError:
         with suppress(OSError):  # a full disk needs its space

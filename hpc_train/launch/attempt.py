@@ -20,7 +20,7 @@ import psutil
 
 from hpc_train.launch.left_behind import LeftBehind
 from hpc_train.launch.lines import Line
-from hpc_train.launch.protocol import JobProgress, read_progress
+from hpc_train.launch.protocol import LOCAL_JOB, JobProgress, read_progress
 
 LINES_KEPT = 400  # last lines of output that are searched for the cause of a failure
 POLL_SECONDS = 0.1  # seconds between two looks at the job
@@ -52,8 +52,23 @@ class Outcome:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel send this launcher SIGTERM when its parent dies; its ranks end with it."""
+    """Have the kernel send this process SIGTERM when its parent dies; its ranks end with it."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def stop_with_script(environ: Mapping[str, str]) -> None:
+    """Have the kernel send this process SIGTERM when the script of a local job, its parent, dies.
+
+    A script that is killed cannot end what it has started, and no scheduler does it here.
+
+    Args:
+        environ: the variables of this process.
+    """
+    job = environ.get(LOCAL_JOB, "").partition("-")[0]
+    with suppress(psutil.Error):
+        parent = psutil.Process(os.getppid())
+        if job in (str(parent.ppid()), str(parent.pid)):  # the job is the script's `timeout`
+            _end_with_parent()
 
 
 def memory_kills() -> int:

@@ -42,8 +42,16 @@ PATTERNS = [
         # Open MPI, about a rank that ended by itself
         r"Process name:\s+\[(?:\[\d+,\d+\]|[^\s\[\]]+@\d+),(?P<rank>\d+)\]",
         r"Exit code:\s+(?P<code>\d+)",
+        # Open MPI, in two lines, about a rank that ended without MPI_Finalize
+        r"exited due to process rank (?P<rank>\d+) with PID \d+ on",
+        r"node (?P<host>\S+) (?P<improper>exiting improperly)",
     )
 ]
+# What `hpc_train.run` prints about a rank that ends the others.
+OWN_RANK = re.compile(
+    r"(?P<rank>rank \d+ \([^()\s]+\)) "
+    r"(?:(?P<left>left the program by .*?)(?:, but other ranks did not)?$|failed:$)"
+)
 TRACEBACK = "Traceback (most recent call last)"
 OWN_ERROR = re.compile(r"hpc-train: error: (.*)")
 CONTAINER_ERROR = re.compile(r"FATAL:   (.*)")  # Apptainer's and Singularity's, with three spaces
@@ -69,9 +77,9 @@ def explain(code: int, lines: Sequence[str]) -> str:
             if match := pattern.search(line):
                 found = {**match.groupdict(), **found}
     found = {key: value for key, value in found.items() if value}
-    told, raised = _told(found), _traceback(lines)
-    if raised and (not told or "exited" in told):
-        told = f"{told}: {raised}" if told else raised
+    told = _told(found)
+    if not told or "exited" in told:
+        told = _by_itself(told, lines)
     if told := told or _help(lines):
         return told
     return _end(code)
@@ -92,7 +100,23 @@ def _told(found: dict[str, str]) -> str:
         return f"{who}{host} was ended by {_signal(number)}{hint}"
     if "code" in found:
         return f"{who}{host} exited with code {found['code']}"
+    if "improper" in found:
+        return f"{who}{host} exited without MPI_Finalize"
     return "a host was lost" if "away" in found else ""
+
+
+def _by_itself(told: str, lines: Sequence[str]) -> str:
+    """Why a rank ended that no signal has ended, by what this package and Python say of it.
+
+    Args:
+        told: what the launcher says of it.
+        lines: the output.
+    """
+    own = next((match for line in lines if (match := OWN_RANK.search(line))), None)
+    if own and own["left"]:
+        return f"{own['rank']} {own['left']}"
+    who, raised = f"{own['rank']} failed" if own else told, _traceback(lines)
+    return f"{who}: {raised}" if who and raised else who or raised
 
 
 def _traceback(lines: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from hpc_train.config import RunConfig
 from hpc_train.config import file as config_file
 from hpc_train.errors import UserError
 from hpc_train.launch import containers, warm_start
+from hpc_train.launch.attempt import stop_with_script
 from hpc_train.launch.containers import Container
 from hpc_train.launch.hosts import Allocation, Host, allocated, parse_hosts, read_file, take_hosts
 from hpc_train.launch.launchers import FoundLauncher, cores_here, find_launcher, threads_of
@@ -111,6 +113,7 @@ def launch(request: LaunchRequest) -> int:
         return 0
     if container and config:
         containers.check_package(container)  # a clear error before ranks start
+    stop_with_script(os.environ)
     with tempfile.TemporaryDirectory(prefix="hpc-train-") as folder:
         run_dir = Path(config.run.dir) if config else None
         if run_dir:
@@ -189,9 +192,7 @@ def _command(request: LaunchRequest) -> tuple[list[str], RunConfig | None, str |
         raise UserError("no command", "write it after --: hpc-train launch -np 4 -- train my.yaml")
     own = _own(words, containers.PYTHON if request.image else sys.executable)
     if own is None and not request.image and not shutil.which(words[0]):
-        near = difflib.get_close_matches(words[0], OWN_VERBS, n=1)
-        meant = f"did you mean {near[0]}?" if near else "give its path, or load its module"
-        raise UserError(f"there is no program {words[0]!r}", meant)
+        raise _no_program(words[0])
     if own is None:
         return list(words), None, None
     program, rest = own
@@ -203,6 +204,15 @@ def _command(request: LaunchRequest) -> tuple[list[str], RunConfig | None, str |
         raise UserError("train has no configuration", "write train CONFIG.yaml --section.key VALUE")
     path, options = config_file.split([word for word in rest[1:] if word != COLD])
     return [*program, *rest], config_file.load(path, options), path
+
+
+def _no_program(word: str) -> UserError:
+    """The error for a word that is not found as a program."""
+    if "/" in word and Path(word).is_file():
+        return UserError(f"{word} may not be executed", f"chmod +x {shlex.quote(word)}")
+    near = difflib.get_close_matches(word, OWN_VERBS, n=1)
+    meant = f"did you mean {near[0]}?" if near else "give its path, or load its module"
+    return UserError(f"there is no program {word!r}", meant)
 
 
 def _own(words: Sequence[str], python: str) -> tuple[list[str], list[str]] | None:

@@ -22,6 +22,7 @@ DEADLINE = "HPC_TRAIN_DEADLINE"  # the job's end, in seconds since 1970
 PROGRESS = "HPC_TRAIN_PROGRESS"  # the file of `write_progress`
 LAUNCH = "HPC_TRAIN_LAUNCH"  # a random name, the same in all attempts of one launcher
 RESTARTS = "HPC_TRAIN_RESTARTS"  # how often the launcher has restarted the job
+LOCAL_JOB = "HPC_TRAIN_LOCAL_JOB"  # the id of a job without a scheduler, set by its script
 REACHED = "HPC_TRAIN_REACHED"  # the last step that was finished before the restart
 # For each of these the launcher sends SIGUSR1 to the ranks. SIGHUP: the terminal was closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

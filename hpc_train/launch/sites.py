@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentError
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -24,6 +26,16 @@ KEYS_OF = {  # keys that only some schedulers can use
     "constraint": ("slurm", "flux"),
     "exclusive": ("slurm", "pbs", "lsf", "flux"),
     "gpu_option": ("slurm", "mpijob"),
+}
+_DESCRIBED = "hpc_train/launch/sites.py describes the keys"
+_TAKES = {  # what the parser's message has: what a key takes
+    "PositiveInt": "a whole number of 1 or more",
+    "NonNegativeInt": "a whole number of 0 or more",
+    "NonNegativeFloat": "a number of 0 or more",
+    "<class 'bool'>": "true or false",
+    "<class 'list'>": "a list, such as [a, b]",
+    "<class 'dict'>": "names with values, such as {A: 1}",
+    "<class 'str'>": "text: put it in quotes",
 }
 
 
@@ -147,26 +159,84 @@ def load_site(name: str) -> Site:
             f"take {', '.join(names())}, or give a .yaml file of your own",
         )
     path = Path(name) if own else SITES / f"{name}.yaml"
-    tree = check_fields(read_mapping(path, "site profile"), Site, path)
+    given = {
+        key: value for key, value in read_mapping(path, "site profile").items() if value is not None
+    }
+    tree = check_fields(given, Site, path)
     check_fields(tree.get("container", {}), SiteContainers, path, "container")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Site)
+    raw = yaml.load(path.read_text(), yaml.BaseLoader) or {}
+    for section, texts in ((tree, raw), (tree.get("container", {}), raw.get("container", {}))):
+        if "environ" in section:
+            section["environ"] = _as_written(section["environ"], texts["environ"])
+    queues = _queues(tree.pop("queues", []), path)
+    values = _parsed(Site, tree, path)
+    container = SiteContainers(**values.pop("container"))
+    site = Site(**{**values, "queues": queues, "container": container})
     try:
-        values = parser.parse_object(tree).as_dict()
-        queues = [Queue(**queue) for queue in values.pop("queues")]
-        container = SiteContainers(**values.pop("container"))
-        site = Site(**values, queues=queues, container=container)
         for words in (site.launcher, [site.resources]):
             filled(words, dict.fromkeys(NUMBERS, 1))
-    except (ArgumentError, KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, ValueError) as error:
         told = " ".join(str(error).split())
-        raise UserError(f"{path}: {told}", "hpc_train/launch/sites.py describes the keys") from None
+        raise UserError(f"{path}: {told}", _DESCRIBED) from None
     for key, whose in KEYS_OF.items():
         if key in tree and site.scheduler not in whose:
             raise UserError(
                 f"{path}: {key} is a key for {', '.join(whose)} only", "use directives instead"
             )
     return site
+
+
+def _as_written(environ: object, texts: Any) -> object:
+    """Variables as the texts that the file has: YAML reads 16 as a number, and 1:30 as 90."""
+    if not isinstance(environ, dict):
+        return environ or {}
+    return {
+        name: value if isinstance(value, list | dict | None) else texts.get(name, value)
+        for name, value in environ.items()
+    }
+
+
+def _queues(given: object, path: Path) -> list[Queue]:
+    if not isinstance(given, list):
+        raise UserError(f"{path}: queues is {given!r}", "write a list, such as [{name: gpu}]")
+    found = []
+    for number, tree in enumerate(given):
+        section = f"queues[{number}]"
+        fields = check_fields(tree, Queue, path, section)
+        queue = Queue(**_parsed(Queue, fields, path, f"{section}."))
+        if 0 < queue.max_nodes < queue.min_nodes:
+            raise UserError(
+                f"{path}: {section} has min_nodes {queue.min_nodes} and max_nodes "
+                f"{queue.max_nodes}",
+                "no job would fit: make max_nodes larger, or leave it out for no limit",
+            )
+        found.append(queue)
+    return found
+
+
+def _parsed(kind: type, tree: dict[str, Any], path: Path, section: str = "") -> dict[str, Any]:
+    """The values of a dataclass's fields.
+
+    Raises:
+        UserError: one has another type.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind)
+    try:
+        return dict(parser.parse_object(tree).as_dict())
+    except ArgumentError as error:
+        told = " ".join(str(error).split())
+        found = re.match(r'Parser key "([\w.]+)"', told)
+        if found is None:
+            raise UserError(f"{path}: {told}", _DESCRIBED) from None
+        value: Any = tree
+        for name in found[1].split("."):
+            value = value[name]
+        takes = next((text for sign, text in _TAKES.items() if sign in told), "")
+        if words := re.search(r"Literal\[(.*?)\]", told):
+            takes = f"one of {words[1]}"
+        what = f"it takes {takes}" if takes else _DESCRIBED
+        raise UserError(f"{path}: {section}{found[1]} is {value!r}", what) from None
 
 
 def queue_for(site: Site, name: str, asked: str, nodes: int, seconds: int) -> str:

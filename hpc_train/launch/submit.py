@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -9,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train import files
 from hpc_train.errors import HpcTrainError, SetupError, UserError
 from hpc_train.launch.batch import text
 from hpc_train.launch.compose import COPY, make
-from hpc_train.launch.protocol import STOP
+from hpc_train.launch.protocol import QUEUED, STOP
 from hpc_train.launch.queued import check_tasks, one_submission, record_queued, write_tasks
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.schedulers import scheduler_of
@@ -59,6 +61,7 @@ def submit(request: SubmitRequest) -> Submission:
         raise UserError(f"{run_dir / STOP} is there", "remove it to resume the run")
     with _writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / QUEUED).open("a").close()  # it may be another user's
     ids: list[str] = []
     with one_submission(run_dir):
         tasks = dict(enumerate(map(list, batch.sweep), scheduler.first_task))
@@ -71,9 +74,8 @@ def submit(request: SubmitRequest) -> Submission:
         with _writing(run_dir):
             if config is not None:
                 (run_dir / COPY).write_bytes(config)
-            path = Path(batch.script)
-            path.write_text(script)
-            path.chmod(0o755)
+            # A new file: the old one may be another group member's, and a job may be reading it.
+            files.write_whole(Path(batch.script), os.fsencode(script), 0o777)
             write_tasks(run_dir, tasks)
         for _ in range(request.chain):
             try:
@@ -97,7 +99,9 @@ def _writing(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        named = str(error.filename or run_dir)
+        where = "" if named == str(run_dir) else f": {named}"
         raise UserError(
-            f"run.dir {run_dir} cannot be written ({error.strerror})",
+            f"run.dir {run_dir} cannot be written ({error.strerror}{where})",
             "give a directory of your own, or free space",
         ) from None

@@ -7,6 +7,7 @@ few kinds of characters only. Setup lines are the user's own commands, and are n
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shlex
 import subprocess
@@ -131,8 +132,14 @@ def _checked_setup(setup: tuple[str, ...]) -> list[str]:
         # A comment would hide `|| return`, and & or ; cannot stand before it.
         braces = f"    {{\n        {line}\n    }} || return"
         form = braces if re.search(r"#|[&;]\s*$", line) else plain
-        parsed = subprocess.run(["/bin/bash", "-n", "-c", form], capture_output=True, check=False)
-        if parsed.returncode or parsed.stderr:  # bash only warns of a here-document without an end
+        parsed = subprocess.run(
+            ["/bin/bash", "-n", "-c", form],
+            env={**os.environ, "LC_ALL": "C"},  # its warnings are in English
+            capture_output=True,
+            check=False,
+        )
+        # bash only warns of a here-document without an end; the loader may warn of anything else.
+        if parsed.returncode or b"here-document" in parsed.stderr:
             raise UserError(
                 f"the setup line {line!r} is no command by itself",
                 "write a command of several lines as one, such as `if a; then b; fi`",

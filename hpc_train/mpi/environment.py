@@ -65,6 +65,15 @@ WITHOUT_MPI = {
     "HOROVOD_RANK": "horovodrun --gloo",
     "TORCHELASTIC_RUN_ID": "torchrun",
 }
+# What launchers tell a rank besides its place, and no setting that a user may have made.
+_OF_RANKS = re.compile(
+    r"OMPI_(APP_CTX_|ARGV|COMMAND|COMM_WORLD_|FILE_LOCATION|FIRST_RANKS|NUM_APP_CTX|UNIVERSE_SIZE)"
+    r"|OMPI_MCA_(ess(_|$)|initial_wdir$|mpi_oversubscribe$|pmix$|shmem_RUNTIME_QUERY_hint$)"
+    r"|OMPI_MCA_orte_(app_num|bound_at_launch|ess_|hnp_uri|jobfam_session_dir|launch$)"
+    r"|OMPI_MCA_orte_(local_daemon_uri|num_nodes|precondition_transports|top_session_dir)"
+    r"|PMIX_(?!MCA_|INSTALL_PREFIX|PREFIX)|PMI_|PRTE_(?!MCA_|ALLOW_RUN_)|HYDI_|PALS_|MV2_COMM_WORLD"
+    r"|HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_)"
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,19 @@ def for_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """
     consent = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**environ, **({} if os.geteuid() else consent)}
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that is not to be a rank, and may start ranks of its own.
+
+    It lacks what a launcher has told this process. The user's settings of launchers stay.
+    """
+    told = {*WITHOUT_MPI, RANKS, *(name for names in LAUNCHERS for name in names[1:])}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in told and not _OF_RANKS.match(name)
+    }
 
 
 def ranks_yield(environ: Mapping[str, str]) -> bool:

