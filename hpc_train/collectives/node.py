@@ -8,6 +8,7 @@ written by numbers in that memory, without a call that waits.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import math
@@ -116,6 +117,8 @@ class NodeMemory:
         self.parts, self._signals = [], []
         self._window.Unlock_all()
         kept = _KeptMemory(self._window, self._lent)
+        if kept.used():
+            gc.collect()  # what refers to it may be dead, such as a closed averager's slots
         if not kept.freed(self.node):
             _KEPT.append(kept)
             if self.node.rank == 0:
@@ -132,7 +135,8 @@ class _KeptMemory:
     def __init__(self, window: MPI.Win, lent: Sequence[weakref.ref[np.ndarray]]) -> None:
         self.window, self.lent = window, lent
 
-    def _used(self) -> bool:
+    def used(self) -> bool:
+        """Whether this rank refers to the memory."""
         return any(array() is not None for array in self.lent)
 
     def freed(self, node: Group) -> bool:
@@ -141,9 +145,7 @@ class _KeptMemory:
         Args:
             node: the ranks of the window.
         """
-        if self._used():
-            gc.collect()  # what refers to it may be dead, such as a closed averager's slots
-        if node.largest(int(self._used())):
+        if node.largest(int(self.used())):
             return False
         self.window.Free()
         return True
@@ -169,6 +171,21 @@ def _free_kept(node: Group) -> None:
     for kept in [each for each in _KEPT if each.belongs_to(node)]:
         if kept.freed(node):
             _KEPT.remove(kept)
+
+
+@atexit.register
+def _free_all() -> None:
+    """Free all kept memory in the order in which the ranks have closed it. Collective.
+
+    MPI_Finalize would do it in another order on each rank, and the ranks would wait for each other.
+    """
+    if not _KEPT:
+        return
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        while _KEPT:
+            _KEPT.pop(0).window.Free()
 
 
 def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
