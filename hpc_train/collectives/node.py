@@ -8,17 +8,12 @@ written by numbers in that memory, without a call that waits.
 
 from __future__ import annotations
 
-import atexit
-import gc
-import logging
 import math
 import os
 import socket
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +28,6 @@ if TYPE_CHECKING:
 MEMORY_ALIGNMENT = 64  # bytes: a cache line, and torch's widest vectors
 BLOCK_BYTES = 1 << 18  # of a sum at a time: stays in the core's cache until it is written out
 SPARE = 64 << 20  # bytes of /dev/shm to leave free
-
-logger = logging.getLogger(__name__)
 
 
 class NodeMemory:
@@ -60,14 +53,12 @@ class NodeMemory:
         # Each signal has a row with one number for each rank, so a wait reads contiguous memory.
         header = aligned(8 * signals * node.size) if node.rank == 0 else 0
         size = header + aligned(nbytes) + MEMORY_ALIGNMENT  # MPI may give memory that is unaligned
-        _free_kept(node)
         used = size if touched is None else size - nbytes + touched
         total = sum(node.comm.allgather(used))
         with agreed(node):
             _check_room(total)  # other groups of the node may ask at the same time: hence SPARE
         with agreed(node):  # a library that cannot share memory says so on all ranks of the node
             self._window = _window(size, node)
-        self._lent: list[weakref.ref[np.ndarray]] = []
         parts = [self._part(rank) for rank in range(node.size)]
         rows = parts[0][: 8 * signals * node.size].view(torch.int64).view(signals, node.size)
         rows[:, node.rank] = 0
@@ -80,16 +71,13 @@ class NodeMemory:
         node.barrier()
 
     def _part(self, rank: int) -> Tensor:
-        buffer: Any = self._window.Shared_query(rank)[0]
-        whole = np.frombuffer(buffer, np.uint8)
-        shift, count = -whole.ctypes.data % MEMORY_ALIGNMENT, len(whole) - MEMORY_ALIGNMENT
+        buffer, _ = self._window.Shared_query(rank)
+        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        shift, count = -whole.data_ptr() % MEMORY_ALIGNMENT, len(whole) - MEMORY_ALIGNMENT
         if not count:  # `frombuffer` makes no empty tensor
             return torch.empty(0, dtype=torch.uint8)
-        # A tensor's storage keeps the array that it was made of, and so does all that is on the
-        # storage: the array lives as long as anything refers to this memory.
-        self._lent.append(weakref.ref(whole))
-        # Not a slice of a tensor: views as complex numbers need a storage offset that is even.
-        return torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=shift)
+        # Not a slice of `whole`: views as complex numbers need a storage offset that is even.
+        return torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=shift)
 
     def tell(self, signal: int, value: int) -> None:
         """Set a number, once the other ranks can see all that this rank has written so far."""
@@ -108,84 +96,9 @@ class NodeMemory:
         yield lambda: self.told(signal, value, ranks)
 
     def close(self) -> None:
-        """Free the memory, or keep it while the program still has tensors in it. Collective.
-
-        As in one process, such a tensor may be `model.state_dict()` of a model whose parameters
-        were here. Only ranks that come together can free a window, so kept memory is freed when
-        the same ranks share memory the next time, or when the job ends.
-        """
-        self.parts, self._signals = [], []
+        """Free the memory; its tensors must not be used any more. Collective."""
         self._window.Unlock_all()
-        kept = _KeptMemory(self._window, self._lent)
-        if kept.used():
-            gc.collect()  # what refers to it may be dead, such as a closed averager's slots
-        if not kept.freed(self.node):
-            _KEPT.append(kept)
-            if self.node.rank == 0:
-                logger.info(
-                    "the program still uses tensors in the shared memory of %s, such as those of "
-                    "model.state_dict(): it is freed later",
-                    self.node.host,
-                )
-
-
-class _KeptMemory:
-    """A window that is no longer locked, and what may still refer to its memory."""
-
-    def __init__(self, window: MPI.Win, lent: Sequence[weakref.ref[np.ndarray]]) -> None:
-        self.window, self.lent = window, lent
-
-    def used(self) -> bool:
-        """Whether this rank refers to the memory."""
-        return any(array() is not None for array in self.lent)
-
-    def freed(self, node: Group) -> bool:
-        """Free the window if no rank refers to its memory; whether it is freed. Collective.
-
-        Args:
-            node: the ranks of the window.
-        """
-        if node.largest(int(self.used())):
-            return False
-        self.window.Free()
-        return True
-
-    def belongs_to(self, node: Group) -> bool:
-        """Whether the window is that of these ranks, in this order."""
-        from mpi4py import MPI
-
-        assert node.comm is not None
-        groups = self.window.Get_group(), node.comm.Get_group()
-        alike = MPI.Group.Compare(*groups) == MPI.IDENT
-        for group in groups:
-            group.Free()
-        return bool(alike)
-
-
-_KEPT: list[_KeptMemory] = []
-"""Memory that the program used when it was closed, in the order in which it was."""
-
-
-def _free_kept(node: Group) -> None:
-    """Free memory of these ranks that the program no longer uses. Collective."""
-    for kept in [each for each in _KEPT if each.belongs_to(node)]:
-        if kept.freed(node):
-            _KEPT.remove(kept)
-
-
-@atexit.register
-def _free_all() -> None:
-    """Free all kept memory in the order in which the ranks have closed it. Collective.
-
-    MPI_Finalize would do it in another order on each rank, and the ranks would wait for each other.
-    """
-    if not _KEPT:
-        return
-    from mpi4py import MPI
-
-    if not MPI.Is_finalized():
-        while _KEPT:
-            _KEPT.pop(0).window.Free()
+        self._window.Free()
 
 
 def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import pytest
@@ -14,7 +13,7 @@ from hpc_train.errors import SetupError, UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models.gate import Gate
-from tests.system.test_same import Model, levels_of
+from tests.system.test_same import levels_of
 
 pytestmark = pytest.mark.mpi
 NODES = (0, 0, 1, 1)
@@ -35,65 +34,6 @@ def step(model, rank, *optimizers):
     model(torch.randn(4, 6, generator=generator).double()).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("options", KINDS[1:], ids=str)
-def test_tensors_that_the_program_still_has_are_readable_after_close(job, options):
-    model = Model().double()
-    averager = set_up(job.world, model, **options)
-    state = model.state_dict()
-    arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
-    for _ in range(2):
-        step(model, job.world.rank, averager.optimizer)
-    averager.close()
-    assert all(torch.equal(state[name], p) for name, p in model.named_parameters())
-    assert all((arrays[name] == p.detach().numpy()).all() for name, p in model.named_parameters())
-
-
-@pytest.mark.mpi(min_size=2)
-def test_views_of_gradients_are_readable_after_close(job):
-    model = Model().double()
-    averager = set_up(job.world, model, two_level="on")
-    step(model, job.world.rank, averager.optimizer)
-    views = [p.grad[...] for p in model.parameters() if p.grad is not None]
-    averager.close()
-    assert all(view.isfinite().all() for view in views)
-
-
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), NODES], ids=str)
-@pytest.mark.parametrize("options", KINDS, ids=str)
-def test_no_memory_is_kept_for_an_averager_that_was_closed(job, options, nodes):
-    before = list(node._KEPT)
-    levels = levels_of(job.world, nodes)
-    model = Model().double()
-    averager = set_up(levels, model, **options)
-    for _ in range(3):
-        step(model, job.world.rank, averager.optimizer)
-    averager.close()
-    levels.close()
-    assert {*node._KEPT} <= {*before}
-
-
-@pytest.mark.mpi(min_size=2)
-def test_memory_is_freed_when_no_rank_uses_it_any_more(job, caplog):
-    caplog.set_level(logging.INFO)
-    before, counts, states = {*node._KEPT}, [], []
-    for kept_by in (0, 0, None):  # the rank that keeps the state of this averager and no other
-        model = Model().double()
-        averager = set_up(job.world, model, zero=1)
-        counts.append(len({*node._KEPT} - before))
-        states = [model.state_dict()] if job.world.rank == kept_by else []
-        averager.close()
-        counts.append(len({*node._KEPT} - before))
-    assert not states
-    # The second averager is made while rank 0 has the first one's state, and the third while it has
-    # the second one's. The third one's is freed at once.
-    assert counts == [0, 1, 1, 2, 1, 1]
-    set_up(job.world, Model().double(), zero=1).close()
-    assert not {*node._KEPT} - before
-    assert job.world.rank or "the program still uses tensors in the shared memory" in caplog.text
 
 
 def gates_of(model) -> list[Gate]:
