@@ -9,6 +9,7 @@ import pytest
 from hpc_train.checkpoint import claim as claims
 from hpc_train.checkpoint.claim import Owner, take_claim
 from hpc_train.errors import ClaimError
+from hpc_train.host.process import begun_ticks
 from tests.job.test_leaving import Job
 from tests.training.test_trainer import config, make, records
 
@@ -57,7 +58,7 @@ def test_a_trainer_whose_directory_is_taken_writes_no_more_to_it(job, together):
 @pytest.mark.mpi
 def test_a_directory_that_is_in_use_is_refused_to_all_ranks(job, together, monkeypatch):
     monkeypatch.setattr(claims, "OWNER_PATIENCE", 0.2)
-    parent = claims._begin(1)
+    parent = begun_ticks(1)
     if job.world.rank == 0:
         living = Owner.here(claims.NOWHERE, 1800.0).__dict__ | {"process": 1, "begin": parent}
         held = take_claim(together, Owner(**living))
