@@ -137,7 +137,7 @@ def is_there(path: Path) -> bool:
 
 
 def create(path: Path, content: Buffer, flag: int, mode: int = 0o666) -> None:
-    """Make a file and write its content, which is durable when this returns; its name is not yet.
+    """Make a file and write its content. The content is durable when this returns, the name is not.
 
     Args:
         path: the file.

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _NAMES_SHOWN = 5
 DIFFERENCES_SHOWN = 20  # differences shown without --all
+# Options of `export` that would leave another program too little, by the value of --to.
+NOT_WITH = {"peft": ("include", "exclude", "dtype"), "gpt2": ("include", "exclude")}
 
 
 def options() -> Parser:
@@ -85,9 +87,7 @@ def run(arguments: Sequence[str]) -> int:
         return verify_checkpoints(given.checkpoint, every=given.all)
     if given.action == "diff":
         return diff(given.first, given.second, every=given.all)
-    for key in {"peft": ("include", "exclude", "dtype"), "gpt2": ("include", "exclude")}.get(
-        given.to, ()
-    ):
+    for key in NOT_WITH.get(given.to, ()):
         if getattr(given, key):
             raise ConfigError(f"--{key} is given with --to {given.to}", f"leave out --{key}")
     if given.to == "peft":

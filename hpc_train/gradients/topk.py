@@ -26,10 +26,10 @@ class TopK(ErrorFeedback):
     Lin et al., "Deep gradient compression", https://arxiv.org/abs/1712.01887.
 
     Ranks choose different places, so every rank gets every other rank's message: each of n nodes
-    sends n - 1 messages of ratio * elements * (4 bytes + the bytes of a value), or 8 bytes in a
-    tensor with so many elements that 4 cannot number them. In float32 4 bytes are less than the
-    ring's 2 (n - 1) / n of all elements if ratio < 1 / n. Otherwise all elements are sent round the
-    ring.
+    sends n - 1 messages of ratio * elements * (4 bytes for the place + the bytes of a value). In a
+    tensor of more than 2^31 elements a place takes 8 bytes. In float32, with 4 bytes, this is less
+    than the ring's 2 (n - 1) / n of all elements if ratio < 1 / n. If it is not less, all elements
+    are sent round the ring.
 
     Args:
         ratio: fraction of the elements that is sent.

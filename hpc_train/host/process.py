@@ -1,4 +1,4 @@
-"""When a process began; so the time of a start-up can be counted, and a process be known."""
+"""When a process began: start-up time counts from it, and numbers of processes are used again."""
 
 from __future__ import annotations
 

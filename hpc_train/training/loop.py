@@ -347,7 +347,8 @@ class Loop(Stepping):
                     )
             self.registered.add(name, thing)
         if isinstance(thing, Optimizer):
-            self.averager.follow(thing)
+            if self.registered.shared_with(thing):
+                self.averager.follow(thing)
             self.checkpoints.hold_back(thing)
 
     def record(self, **values: torch.Tensor | float) -> dict[str, float]:

@@ -122,7 +122,7 @@ class Registered(ExtraState):
                     f"{what} was given a {type(thing).__name__}, which has no {method}",
                     "give it both state_dict and load_state_dict",
                 )
-        if isinstance(thing, Optimizer) and self.own_gradients and self._shared_with(thing):
+        if isinstance(thing, Optimizer) and self.own_gradients and self.shared_with(thing):
             raise UserError(
                 f"{what} was given another optimizer of the model, and zero and average_every work "
                 "with one optimizer",
@@ -173,7 +173,7 @@ class Registered(ExtraState):
             )
 
     def _tell_of_lost_optimizers(self, others: Iterable[Optimizer]) -> None:
-        saved = {name for other in others for name in self._shared_with(other)}
+        saved = {name for other in others for name in self.shared_with(other)}
         lost = [name for name in self.beside if name not in saved]
         if lost:
             logger.warning(
@@ -184,7 +184,7 @@ class Registered(ExtraState):
                 lost[0],
             )
 
-    def _shared_with(self, optimizer: Optimizer) -> list[str]:
+    def shared_with(self, optimizer: Optimizer) -> list[str]:
         """The names of the parameters of `beside` that an optimizer has."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return [name for name, parameter in self.beside.items() if id(parameter) in own]

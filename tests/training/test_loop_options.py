@@ -357,6 +357,22 @@ def test_local_steps_with_a_closure_are_saved(job, together):
     assert [train(1), train(2)] == [4, 4]
 
 
+@pytest.mark.mpi(min_size=2)
+def test_the_closure_of_an_optimizer_of_another_module_stays_the_ranks_own(job, together):
+    mine, other = Job(job, together / "run"), torch.nn.Linear(3, 1)
+    optimizer = sgd(other.parameters())
+    mine.loop.register("other", other)
+    mine.loop.register("its_optimizer", optimizer)
+    losses = []
+    for _, batches in mine.loop.epochs(data(), batch=BATCH, epochs=1):
+        for inputs, targets in batches:
+            mine.optimizer.zero_grad()
+            cross_entropy(mine.model(inputs), targets).backward()
+            losses.append(optimizer.step(lambda: torch.tensor(float(job.world.rank))))
+            mine.loop.step()
+    assert [loss.item() for loss in losses] == [job.world.rank] * len(losses)
+
+
 @pytest.mark.mpi
 def test_local_steps_are_the_mean_of_ranks_that_train_alone(job, together):
     every, size = 2, job.world.size

@@ -67,7 +67,7 @@ def test_no_held_out_samples(tmp_path):
 
 
 class Torn(torch.utils.data.Dataset):
-    """Three samples, one of which cannot be read."""
+    """Has three samples. Its last one cannot be read."""
 
     def __len__(self):
         return 3
