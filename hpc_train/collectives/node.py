@@ -1,17 +1,24 @@
 """Memory that the ranks of a node share, and sums in it at the speed of memory.
 
-The memory is an MPI-3 window (MPI.Win.Allocate_shared; Hoefler et al., "MPI + MPI: a new hybrid
-approach to parallel programming with MPI plus shared memory", Computing 95, 2013). Each rank has a
-part of it, and all ranks can read and write the parts of the others. Ranks signal what they have
-written by numbers in that memory, without a call that waits.
+Each rank has a part of it, and all ranks can read and write the parts of the others. The memory is
+a file without a name in /dev/shm, which each rank maps. Not an MPI window: MPI frees that at a
+collective call, but a program may have tensors in the memory for longer, such as those of
+`model.state_dict()`. Ranks signal what they have written by numbers in that memory, without a call
+that waits. Memory barriers are those of an MPI-3 window (MPI.Win.Sync; Hoefler et al., "MPI + MPI:
+a new hybrid approach to parallel programming with MPI plus shared memory", Computing 95, 2013).
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import socket
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 
 MEMORY_ALIGNMENT = 64  # bytes: a cache line, and torch's widest vectors
 BLOCK_BYTES = 1 << 18  # of a sum at a time: stays in the core's cache until it is written out
-SPARE = 64 << 20  # bytes of /dev/shm to leave free
+SPARE = 64 << 20  # bytes of shared memory to leave free
 
 
 class NodeMemory:
@@ -51,44 +58,36 @@ class NodeMemory:
         assert node.comm is not None
         self.node = node
         # Each signal has a row with one number for each rank, so a wait reads contiguous memory.
-        header = aligned(8 * signals * node.size) if node.rank == 0 else 0
-        size = header + aligned(nbytes) + MEMORY_ALIGNMENT  # MPI may give memory that is unaligned
-        used = size if touched is None else size - nbytes + touched
-        total = sum(node.comm.allgather(used))
+        header = 8 * signals * node.size
+        # Parts have pages of their own, so each can be near its rank (NUMA) or pinned for a GPU.
+        begins = [0, *accumulate(_pages(n) for n in [header, *node.comm.allgather(nbytes)])]
+        total = sum(node.comm.allgather(nbytes if touched is None else touched))
         with agreed(node):
             _check_room(total)  # other groups of the node may ask at the same time: hence SPARE
-        with agreed(node):  # a library that cannot share memory says so on all ranks of the node
-            self._window = _window(size, node)
-        parts = [self._part(rank) for rank in range(node.size)]
-        rows = parts[0][: 8 * signals * node.size].view(torch.int64).view(signals, node.size)
-        rows[:, node.rank] = 0
+        self._fence = _window(node)
+        try:
+            memory = _mapped(begins[-1], node)
+        except SetupError:
+            self._free()
+            raise
+        rows = torch.frombuffer(memory, dtype=torch.int64, count=header // 8).view(signals, -1)
         self._signals = [memoryview(row.numpy()) for row in rows]  # quicker to read than a tensor
-        self.parts = [parts[0][aligned(8 * signals * node.size) :], *parts[1:]]
+        self.parts = [_part(memory, *ends) for ends in pairwise(begins[1:])]
         """The ranks' parts, as uint8 tensors of one dimension, aligned, in the order of ranks."""
         if touched is None:
             self.parts[node.rank].zero_()
-        self._window.Sync()
         node.barrier()
-
-    def _part(self, rank: int) -> Tensor:
-        buffer, _ = self._window.Shared_query(rank)
-        whole = torch.frombuffer(buffer, dtype=torch.uint8)
-        shift, count = -whole.data_ptr() % MEMORY_ALIGNMENT, len(whole) - MEMORY_ALIGNMENT
-        if not count:  # `frombuffer` makes no empty tensor
-            return torch.empty(0, dtype=torch.uint8)
-        # Not a slice of `whole`: views as complex numbers need a storage offset that is even.
-        return torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=shift)
 
     def tell(self, signal: int, value: int) -> None:
         """Set a number, once the other ranks can see all that this rank has written so far."""
-        self._window.Sync()
+        self._fence.Sync()
         self._signals[signal][self.node.rank] = value
 
     def told(self, signal: int, value: int, ranks: range) -> bool:
         """Whether these ranks have set a number to this value or a larger one."""
         if min(self._signals[signal][ranks.start : ranks.stop].tolist()) < value:
             return False
-        self._window.Sync()
+        self._fence.Sync()
         return True
 
     def wait(self, signal: int, value: int, ranks: range) -> Coroutine[None]:
@@ -96,9 +95,16 @@ class NodeMemory:
         yield lambda: self.told(signal, value, ranks)
 
     def close(self) -> None:
-        """Free the memory; its tensors must not be used any more. Collective."""
-        self._window.Unlock_all()
-        self._window.Free()
+        """Drop the memory; no rank signals any more. Collective.
+
+        The operating system frees it when no rank has a tensor in it any more.
+        """
+        self.parts, self._signals = [], []
+        self._free()
+
+    def _free(self) -> None:
+        self._fence.Unlock_all()
+        self._fence.Free()
 
 
 def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -124,47 +130,100 @@ def sum_into(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
             other.copy_(first)
 
 
-def _window(nbytes: int, node: Group) -> MPI.Win:
-    """Allocate shared memory with `nbytes` bytes for this rank of the node. Collective.
+def _window(node: Group) -> MPI.Win:
+    """Make a window whose `Sync` is a memory barrier. Collective.
 
     Raises:
         SetupError: this MPI cannot share memory here, because it uses another one-sided component
-            or because the ranks are in different containers.
+            or because the ranks are in different containers; raised on all ranks.
     """
     from mpi4py import MPI  # it is running, because the group has a communicator
 
     assert node.comm is not None
-    info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-    try:
-        window = MPI.Win.Allocate_shared(nbytes, 1, info, node.comm)
-        window.Lock_all(MPI.MODE_NOCHECK)  # MPI allows Sync, a memory barrier, only after a lock
-    except MPI.Exception as error:
-        raise SetupError(
-            f"the ranks of {node.host} cannot share memory by MPI windows ({error})",
-            "allow the MPI library its shared-memory windows (Open MPI: OMPI_MCA_osc without ^sm)",
-        ) from None
-    finally:
-        info.Free()
+    with agreed(node):  # a library that cannot share memory says so on all ranks of the node
+        try:
+            window = MPI.Win.Allocate_shared(8, 1, MPI.INFO_NULL, node.comm)
+            window.Lock_all(MPI.MODE_NOCHECK)  # MPI allows Sync only after a lock
+        except MPI.Exception as error:
+            raise SetupError(
+                f"the ranks of {node.host} cannot share memory by MPI windows ({error})",
+                "allow the MPI library its shared-memory windows "
+                "(Open MPI: OMPI_MCA_osc without ^sm)",
+            ) from None
     return window
 
 
-def _check_room(nbytes: int) -> None:
-    """Check that /dev/shm has room for this many bytes.
+def _mapped(nbytes: int, node: Group) -> mmap.mmap:
+    """Map memory that the ranks of a node share, filled with zeros. Collective.
 
     Raises:
-        SetupError: it has not. Ranks that fill it die of a bus error.
+        SetupError: there is no folder for it that all ranks can write to; raised on all ranks.
     """
+    assert node.comm is not None
+    path = ""
+    with agreed(node):
+        if node.rank == 0:
+            with _sharing(node):
+                descriptor, path = tempfile.mkstemp(prefix="hpc_train-", dir=_folder())
+                os.close(descriptor)
+    path = node.comm.bcast(path)
     try:
-        room = os.statvfs("/dev/shm")
-    except OSError:
-        return  # there is none: MPI takes shared memory from elsewhere
+        with agreed(node), _sharing(node):
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                os.ftruncate(descriptor, nbytes)  # the same on each rank
+                memory = mmap.mmap(descriptor, nbytes)
+            finally:
+                os.close(descriptor)
+    finally:
+        if node.rank == 0:
+            Path(path).unlink()  # what is mapped stays
+    return memory
+
+
+@contextmanager
+def _sharing(node: Group) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SetupError(
+            f"the ranks of {node.host} cannot share memory in {_folder()} ({error.strerror})",
+            "let all of them see the same /dev/shm and write to it (in containers --bind /dev/shm)",
+        ) from None
+
+
+def _part(memory: mmap.mmap, begin: int, end: int) -> Tensor:
+    if begin == end:  # `frombuffer` makes no empty tensor
+        return torch.empty(0, dtype=torch.uint8)
+    # Not a slice of a larger tensor: views as complex numbers need a storage offset that is even.
+    return torch.frombuffer(memory, dtype=torch.uint8, count=end - begin, offset=begin)
+
+
+def _folder() -> str:
+    """The folder in memory, or where there is none the one for temporary files."""
+    usable = os.access("/dev/shm", os.W_OK | os.X_OK)
+    return "/dev/shm" if usable else tempfile.gettempdir()
+
+
+def _check_room(nbytes: int) -> None:
+    """Check that there is room for this many bytes of shared memory.
+
+    Raises:
+        SetupError: there is not. Ranks that fill it die of a bus error.
+    """
+    room = os.statvfs(_folder())
     free = room.f_bavail * room.f_frsize
     if free < nbytes + SPARE:
         raise SetupError(
-            f"/dev/shm of {socket.gethostname()} has {free >> 20} MiB free, but the ranks of the "
-            f"node need {nbytes >> 20} MiB of shared memory",
+            f"{_folder()} of {socket.gethostname()} has {free >> 20} MiB free, but the ranks of "
+            f"the node need {nbytes >> 20} MiB of shared memory",
             "enlarge it (in containers --shm-size)",
         )
+
+
+def _pages(nbytes: int) -> int:
+    """The size of the whole pages that this many bytes need."""
+    return math.ceil(nbytes / mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def aligned(nbytes: int) -> int:

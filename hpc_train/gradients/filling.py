@@ -341,8 +341,11 @@ class Filling:
 
     def release(self) -> None:
         """Remove the hooks; gradients that lie in buckets are copied. Collective."""
-        self._leave(self.all_slots)
+        slots = self.all_slots
+        self._leave(slots)
         self.by_bucket, self.slots, self.strays = [], [], []
         self.zeros = set()
+        while slots:
+            slots.pop().forget()
         self.writer.close()
         self.sums.close()

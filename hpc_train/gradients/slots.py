@@ -279,6 +279,13 @@ class Slot:
         self.parameter.grad = self.gradient if used else None
         self.hollow = not used
 
+    def forget(self) -> None:
+        """Drop all that may lie in the bucket's memory; nothing works then.
+
+        The promise refers to the slot, so it would keep the memory until Python collects garbage.
+        """
+        del self.view, self.gradient, self.pending, self.kept, self.late
+
 
 def _kept(mean: Tensor | None) -> Tensor:
     if mean is None:

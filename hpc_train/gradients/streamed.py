@@ -95,7 +95,7 @@ class StreamedParameters(SharedParameters):
             raise SetupError(
                 f"the shared memory of {socket.gethostname()} cannot be given back page by page "
                 f"({error.strerror}), as memory.zero 3 does",
-                "let MPI take shared memory from /dev/shm, or set memory.zero 2",
+                "let all ranks write to /dev/shm, or set memory.zero 2",
             ) from None
 
     def _give_back(self, tensor: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 
 import pytest
@@ -13,7 +14,8 @@ from hpc_train.errors import SetupError, UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models.gate import Gate
-from tests.system.test_same import levels_of
+from tests.system.test_habits import shared_bytes
+from tests.system.test_same import Model, levels_of
 
 pytestmark = pytest.mark.mpi
 NODES = (0, 0, 1, 1)
@@ -34,6 +36,49 @@ def step(model, rank, *optimizers):
     model(torch.randn(4, 6, generator=generator).double()).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("options", KINDS[1:], ids=str)
+def test_tensors_that_the_program_still_has_are_readable_after_close(job, options):
+    model = Model().double()
+    averager = set_up(job.world, model, **options)
+    state = model.state_dict()
+    arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    for _ in range(2):
+        step(model, job.world.rank, averager.optimizer)
+    averager.close()
+    assert all(torch.equal(state[name], p) for name, p in model.named_parameters())
+    assert all((arrays[name] == p.detach().numpy()).all() for name, p in model.named_parameters())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_views_of_gradients_are_readable_after_close(job):
+    model = Model().double()
+    averager = set_up(job.world, model, two_level="on")
+    step(model, job.world.rank, averager.optimizer)
+    views = [p.grad[...] for p in model.parameters() if p.grad is not None]
+    averager.close()
+    assert all(view.isfinite().all() for view in views)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), NODES], ids=str)
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_shared_memory_is_freed_at_once_when_an_averager_is_closed(job, options, nodes):
+    gc.collect()
+    gc.disable()  # nothing may wait for a collection
+    before = shared_bytes()
+    levels = levels_of(job.world, nodes)
+    model = Model().double()
+    averager = set_up(levels, model, **options)
+    for _ in range(3):
+        step(model, job.world.rank, averager.optimizer)
+    averager.close()
+    levels.close()
+    after = shared_bytes()
+    gc.enable()
+    assert after <= before
 
 
 def gates_of(model) -> list[Gate]:

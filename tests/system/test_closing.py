@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from hpc_train.errors import NotFiniteError
+from tests.programs import python, run
 from tests.training.test_trainer import alone, config, make, records
 
 LAYOUTS = {
@@ -71,3 +73,39 @@ def test_several_ranks_make_one_trainer_after_the_other(job, together, options):
             losses.append([record["loss"] for record in records(together / str(number))])
     assert after <= before
     assert all(one == losses[0] for one in losses)
+
+
+KEEPS = """
+import torch
+from torch import nn
+import hpc_train
+from hpc_train.gradients import average_gradients
+from hpc_train.gradients.options import AveragingOptions
+
+def main(runtime):
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    averager = average_gradients(model, optimizer, runtime.world, AveragingOptions(zero=1))
+    state = model.state_dict()
+    main.weight = model.weight.detach().numpy()
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    averager.close()
+    assert (main.weight == model.weight.detach().numpy()).all()
+    torch.save(state, f"PATH/{runtime.world.rank}.pt")
+
+raise SystemExit(hpc_train.run(main))
+"""
+
+
+def test_a_job_ends_well_that_still_has_tensors_in_shared_memory(tmp_path):
+    before = {*Path("/dev/shm").iterdir()}
+    (tmp_path / "keeps.py").write_text(KEEPS.replace("PATH", str(tmp_path)))
+    done = run("mpirun", "-np", "2", *python(str(tmp_path / "keeps.py")))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr
+    first, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], other[name]) for name in first)
+    assert not [
+        path for path in {*Path("/dev/shm").iterdir()} - before if "hpc_train-" in path.name
+    ]
