@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import Parser
-from hpc_train.errors import DataError, plural, some_of
+from hpc_train.errors import DataError, HpcTrainError, plural, some_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,7 +114,8 @@ def verify_data(
         as_json: print one JSON object, and no progress.
 
     Raises:
-        DataError: it is no data folder, or a file in it is damaged; raised on all ranks.
+        HpcTrainError: a file of the folder is damaged; raised on all ranks.
+        DataError: it is no data folder; raised on all ranks.
         UserError: the nodes have different data in folders of that name; raised on all ranks.
     """
     from hpc_train.data.check import damage, every_shard
@@ -160,7 +161,7 @@ def verify_data(
     if damaged:
         total = len(every) + (tokenizer != BYTES)
         names = sorted({str(one["file"]) for one in damaged})
-        raise DataError(
+        raise HpcTrainError(
             f"{folder}: damaged files: {len(names)} of {total}: {some_of(names, NAMES_SHOWN)}",
             "copy these files again, or prepare the data again",
         )

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
+from hpc_train import files
 from hpc_train.errors import UserError
-from hpc_train.files import lines_of
 from hpc_train.launch import SchedulerName
 from hpc_train.launch.protocol import QUEUED
 from hpc_train.launch.schedulers import QueuedJob, Scheduler, scheduler_of
@@ -37,7 +37,7 @@ def record_queued(run: Path, scheduler: SchedulerName, job: str, task: int | Non
 def read_events(run: Path) -> list[dict[str, Any]]:
     """The lines of jobs.jsonl of a run and its tasks; a line that cannot be read is left out."""
     folders = (run, *sorted(run.glob("task-*")))
-    return [event for folder in folders for event in lines_of(folder / QUEUED)]
+    return [event for folder in folders for event in files.lines_of(folder / QUEUED)]
 
 
 def jobs_of(run: Path) -> tuple[Scheduler | None, list[str]]:
@@ -80,7 +80,8 @@ def write_tasks(run: Path, tasks: Mapping[int, Sequence[str]]) -> None:
     """Record the options of each task of a sweep, or that the run has none."""
     path = run / TASKS
     if tasks:
-        path.write_text(json.dumps({str(number): list(words) for number, words in tasks.items()}))
+        tree = {str(number): list(words) for number, words in tasks.items()}
+        files.write_text(path, json.dumps(tree))
     else:
         path.unlink(missing_ok=True)
 

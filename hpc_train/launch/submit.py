@@ -72,9 +72,9 @@ def submit(request: SubmitRequest) -> Submission:
             )
         config = Path(request.config).read_bytes() if request.config else None
         with _writing(run_dir):
+            # New files: the old ones may be another group member's, and a job may be reading them.
             if config is not None:
-                (run_dir / COPY).write_bytes(config)
-            # A new file: the old one may be another group member's, and a job may be reading it.
+                files.write_whole(run_dir / COPY, config)
             files.write_whole(Path(batch.script), os.fsencode(script), 0o777)
             write_tasks(run_dir, tasks)
         for _ in range(request.chain):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
+from hpc_train import files
 from hpc_train.errors import UserError
 from hpc_train.launch import TEMPLATES, SchedulerName
 from hpc_train.launch.schedulers.base import LEAVE, QueuedJob, Scheduler, ask, silent, submitted
@@ -79,7 +80,7 @@ class MpiJob(Scheduler):
         """Create the configuration and the job in the cluster; returns the job's name."""
         if batch.configuration:
             path = Path(batch.script).with_name("configmap.yaml")
-            path.write_text(_yaml(_config_map(batch)))
+            files.write_text(path, _yaml(_config_map(batch)))
             submitted(["kubectl", "apply", "-f", str(path)])
         return [submitted([*self.submits, batch.script]).strip()]
 
