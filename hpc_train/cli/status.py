@@ -1,7 +1,8 @@
-"""`hpc-train status [RUN ...] [--watch N]`: the jobs of runs, and how far they are."""
+"""`hpc-train status [RUN ...] [--watch N | --json]`: the jobs of runs, and how far they are."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from contextlib import suppress
@@ -33,7 +34,9 @@ def options() -> Parser:
         metavar="RUN",
         help="run directories (default: those below the working directory that `submit` made)",
     )
-    made.add_argument("--watch", help="show it again every N seconds, until Ctrl-C", **COUNT)
+    how = made.add_mutually_exclusive_group()
+    how.add_argument("--watch", help="show it again every N seconds, until Ctrl-C", **COUNT)
+    how.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 
@@ -42,7 +45,13 @@ def run(arguments: Sequence[str]) -> int:
     given = options().parse_args(arguments)
     from hpc_train.launch.status import RunStatus, find_runs
 
-    runs = [RunStatus(Path(name)) for name in given.runs or find_runs(Path())]
+    folders = [Path(name) for name in given.runs] or find_runs(Path())
+    if given.json:
+        from hpc_train.launch.status_tree import status_tree
+
+        print(json.dumps([status_tree(folder) for folder in folders], indent=1))
+        return 0
+    runs = [RunStatus(folder) for folder in folders]
     if not runs:
         print("no run of `hpc-train submit` is below this directory")
     elif sys.stdout.isatty():

@@ -12,8 +12,9 @@ submit.py     `hpc-train submit`: request.py checks its options, sites.py reads 
 containers.py the words that run each rank's command in an image; image.py makes a batch job of it
 schedulers/   what differs between schedulers, a module for each
 queued.py     the jobs of a run: records them, asks the scheduler about them, removes them;
-              status.py shows them and their logs, with recent.py and alive.py; cancel.py stops a
-              run for good, and profile_request.py asks its job for a profile
+              status.py shows them and their logs, with recent.py and alive.py; status_tree.py
+              does it for programs; cancel.py stops a run for good, and profile_request.py asks
+              its job for a profile
 protocol.py   the files and variables by which launcher, script and job talk
 
 The values of options are defined here, so that a verb's help loads none of these modules.

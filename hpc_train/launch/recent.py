@@ -34,6 +34,16 @@ class RecentRecords:
         self.records = list(lines_of(run / "metrics.jsonl", LAST_BYTES))
 
     @property
+    def steps(self) -> int:
+        """The last step by the newest start, or by config.yaml; 0 if neither names one."""
+        return _steps(self.run)
+
+    @property
+    def written(self) -> float | None:
+        """When the last record was written, in seconds since 1970; None if there is none."""
+        return (self.run / "metrics.jsonl").stat().st_mtime if self.records else None
+
+    @property
     def last(self) -> dict[str, Any]:
         """The last record; empty if there is none."""
         return self.records[-1] if self.records else {}
@@ -88,7 +98,7 @@ class RecentRecords:
         return f"speed: {time_text(seconds)} per step"
 
     def _left(self, state: str) -> str:
-        seconds, step, end = self.typical("step_seconds"), self.last.get("step"), _steps(self.run)
+        seconds, step, end = self.typical("step_seconds"), self.last.get("step"), self.steps
         if not isinstance(step, int) or not end or not seconds > 0:
             return ""
         if step >= end:
@@ -142,7 +152,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _steps(run: Path) -> int:
-    """The last step by the newest start, or by config.yaml; 0 if neither names one."""
     starts = [event for event in lines_of(run / "events.jsonl") if event.get("event") == "start"]
     for start in reversed(starts):
         if isinstance(start.get("steps"), int):

@@ -85,8 +85,7 @@ def _jobs(run: Path) -> list[str]:
 
 def _progress(run: Path, curves: int) -> list[str]:
     lines: list[str] = []
-    options = queued.read_tasks(run)
-    folders = sorted(run.glob("task-*"), key=lambda path: (len(path.name), path.name))
+    options, folders = queued.read_tasks(run), task_folders(run)
     for directory in (run, *folders):
         words = options.get(directory.name.removeprefix("task-"), [])
         before = f"{' '.join([directory.name, *words])}: " if directory != run else ""
@@ -95,15 +94,17 @@ def _progress(run: Path, curves: int) -> list[str]:
         recent = RecentRecords(directory)
         if record := recent.last:
             loss = f", loss {record['loss']:.6g}" if isinstance(record.get("loss"), float) else ""
-            age = time.time() - (directory / "metrics.jsonl").stat().st_mtime
-            lines.append(
-                f"{before}step {record.get('step')}{loss}, recorded {time_text(round(age))} ago"
-            )
+            age = time_text(round(time.time() - (recent.written or 0.0)))
+            lines.append(f"{before}step {record.get('step')}{loss}, recorded {age} ago")
             lines += [f"{before}{line}" for line in recent.lines(state)]
             lines += [f"{before}{line}" for line in recent.curves(curves)] if curves else []
-        for name in ("checkpoints/LATEST", "LATEST"):  # the second is a Loop's
-            with suppress(OSError):
-                lines.append(f"{before}{_newest_checkpoint(directory / name)}")
+        for latest in _latest(directory):
+            newest = _named_by(latest)
+            lines.append(
+                f"{before}newest checkpoint: {newest.name}"
+                if newest
+                else f"{before}{latest} names no checkpoint that is there"
+            )
     begun = {folder.name.removeprefix("task-") for folder in folders}
     lines += [
         f"task-{number} {' '.join(words)}: has not begun"
@@ -113,12 +114,27 @@ def _progress(run: Path, curves: int) -> list[str]:
     return lines
 
 
-def _newest_checkpoint(latest: Path) -> str:
-    """The checkpoint that the file LATEST names, in words."""
-    name = latest.read_text(errors="replace").strip()
-    if name and (latest.parent / name).is_file():
-        return f"newest checkpoint: {name}"
-    return f"{latest} names no checkpoint that is there"
+def task_folders(run: Path) -> list[Path]:
+    """The run directories of a sweep's tasks that have begun, in their order."""
+    return sorted(run.glob("task-*"), key=lambda path: (len(path.name), path.name))
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The checkpoint of a run, or of a task, that was completed last."""
+    return next((path for latest in _latest(directory) if (path := _named_by(latest))), None)
+
+
+def _latest(directory: Path) -> list[Path]:
+    """The files LATEST of a run that are there: a Trainer's, and a Loop's."""
+    return [f for name in ("checkpoints/LATEST", "LATEST") if (f := directory / name).is_file()]
+
+
+def _named_by(latest: Path) -> Path | None:
+    """The checkpoint that a file LATEST names; None if it is not there."""
+    with suppress(OSError, ValueError):  # ValueError: a name that no file can have
+        name = latest.read_text(errors="replace").strip()
+        return latest.parent / name if name and (latest.parent / name).is_file() else None
+    return None
 
 
 def _costs(run: Path) -> list[str]:
@@ -126,7 +142,7 @@ def _costs(run: Path) -> list[str]:
 
     If no energy was measured, the scheduler is asked for it.
     """
-    spent = sum(map(costs_in, (run, *run.glob("task-*"))), SpentCosts())
+    spent = spent_by(run)
     if not spent.node_hours:
         return []
     line = f"cost: {spent.describe()}"
@@ -134,6 +150,11 @@ def _costs(run: Path) -> list[str]:
     if not spent.joules and scheduler is not None and jobs and (joules := scheduler.joules(jobs)):
         line += f", and {scheduler.name} accounts for {describe_joules(joules)}"
     return [line]
+
+
+def spent_by(run: Path) -> SpentCosts:
+    """What the run or all tasks of a sweep have cost."""
+    return sum(map(costs_in, (run, *task_folders(run))), SpentCosts())
 
 
 def _end(run: Path) -> list[str]:

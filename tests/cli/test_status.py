@@ -51,6 +51,35 @@ def test_the_status_of_a_run(desk):
     assert last == "    runs/my/checkpoints/LATEST names no checkpoint that is there"
 
 
+def test_the_status_for_programs(desk):
+    run = desk.folder / "runs/my"
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 3.5, "step_seconds": 0.5}\n{"step": 2, "loss": NaN, "node_hours": 2}\n'
+    )
+    (run / "checkpoints/LATEST").write_text("step-000000002.safetensors\n")
+    (run / "checkpoints/step-000000002.safetensors").touch()
+    (run / "tasks.json").write_text('{"0": ["optimizer.lr=1"], "1": ["optimizer.lr=2"]}')
+    (run / "task-1").mkdir()
+    (run / "task-1/metrics.jsonl").write_text('{"step": 7, "loss": 3.0}\n')
+    done = desk.run("status", "--json")
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert (told["run"], told["scheduler"], told["scheduler_error"]) == ("runs/my", "slurm", None)
+    assert [(job["id"], job["state"], job["hosts"]) for job in told["jobs"]] == [
+        ("1", "RUNNING", "node[1-2]")
+    ]
+    assert (told["step"], told["loss"], told["step_seconds"]) == (2, None, 0.5)
+    assert told["checkpoint"] == "runs/my/checkpoints/step-000000002.safetensors"
+    assert (told["costs"]["node_hours"], told["last_end"], told["stop_file"]) == (2.0, None, False)
+    tasks = [(task["task"], task["options"], task["step"]) for task in told["tasks"]]
+    assert tasks == [("task-0", ["optimizer.lr=1"], None), ("task-1", ["optimizer.lr=2"], 7)]
+    desk.command("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    (told,) = json.loads(desk.run("status", "runs/my", "--json").stdout)
+    assert told["jobs"] is None
+    assert told["scheduler_error"].startswith("the scheduler does not say whether")
+    assert desk.run("status", "--json", "--watch", "1").returncode == 2
+
+
 def test_the_status_tells_the_costs_and_the_schedulers_energy_if_no_other_is_known(desk):
     run = desk.folder / "runs/my"
     (run / "events.jsonl").write_text('{"event": "end", "step": 2, "node_hours": 1.25}\n')
