@@ -58,10 +58,11 @@ class Permutation:
         return (left << bits) | right
 
 
-def evenly(samples: int, most: int) -> range:
+def evenly(samples: int, most: int) -> range | tuple[int, ...]:
     """The numbers of at most `most` samples, evenly spread over all; with 0 all numbers."""
-    every = range(samples)
-    return every[:: samples // most][:most] if 0 < most < samples else every
+    if not 0 < most < samples:
+        return range(samples)
+    return tuple(place * samples // most for place in range(most))
 
 
 def number_of_samples(dataset: Any) -> int:

@@ -1,4 +1,4 @@
-"""A run's directory: claims it, writes its configuration, and logs to it."""
+"""A run's directory: claims it, logs to it, and writes its configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpc_train.mpi.group import Group
 
 @contextmanager
 def run_directory(group: Group, config: RunConfig) -> Iterator[tuple[Path, Claim]]:
-    """Claim the run directory, write the configuration to it, and log to it. Collective.
+    """Claim the run directory, and log to it. Collective.
 
     Raises:
         ClaimError: another job trains there.
@@ -33,7 +33,7 @@ def run_directory(group: Group, config: RunConfig) -> Iterator[tuple[Path, Claim
         _check_untrained(group, directory)
     with (
         claimed_by_job(group, directory, config.run.hang_timeout) as claim,
-        _written(group, directory, config),
+        _logged(group, directory),
     ):
         yield directory, claim
 
@@ -67,12 +67,24 @@ def claimed_by_job(group: Group, directory: Path, timeout: float) -> AbstractCon
     return claimed(group, directory, timeout, jobs.own_place(os.environ), jobs.known)
 
 
+def write_config(group: Group, directory: Path, config: RunConfig) -> None:
+    """Write the configuration with which a run begins or goes on. Collective.
+
+    Not before the run's checkpoint was accepted: a start that is refused leaves the old one.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with agreed(group), writable(directory):
+        if group.rank == 0:
+            files.write_text(directory / "config.yaml", config.to_yaml())
+
+
 @contextmanager
-def _written(group: Group, directory: Path, config: RunConfig) -> Iterator[None]:
+def _logged(group: Group, directory: Path) -> Iterator[None]:
     with agreed(group), writable(directory):
         if group.rank == 0:
             (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-            files.write_text(directory / "config.yaml", config.to_yaml())
     with agreed(group), writable(directory):
         handler = log.to_file(directory / "logs", group.rank, group.size)
     try:

@@ -180,7 +180,7 @@ class Validation:
             wanted = [mine[begin : begin + size] for begin in cuts]
             yield [Part(some) if some else Part(range(1), counted=False) for some in wanted]
 
-    def _dealt(self, samples: range) -> tuple[range | tuple[int, ...], int]:
+    def _dealt(self, samples: range | tuple[int, ...]) -> tuple[range | tuple[int, ...], int]:
         """The samples of this replica, and the largest number that a replica has."""
         grid, together = self.made.grid, self.together
         if together == 1:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -80,7 +81,8 @@ def test_some_samples_are_spread_evenly(samples, most):
     some = evenly(samples, most)
     assert len(some) == (min(samples, most) if most else samples)
     assert some[0] == 0
-    assert samples - some[-1] <= samples // len(some) + samples % len(some)
+    gaps = [b - a for a, b in pairwise([*some, samples])]
+    assert max(gaps) - min(gaps) <= 1
 
 
 @pytest.mark.parametrize("block", [0, None, 2.5])

@@ -95,12 +95,14 @@ def test_no_data(program):
 
 def test_a_checkpoint_of_another_model(program):
     assert program.train("run", "--run.steps", "2").returncode == 0
-    before = program.checkpoint("run", 2).read_bytes()
+    path = program.checkpoint("run", 2)
+    before = path.read_bytes(), (path.parents[1] / "config.yaml").read_bytes()
+    assert "nothing to do" in program.train("run", "--run.steps", "1").stdout
     heads = refused(program.train("run", "--model.heads", "4"))  # the shapes are the same
     assert "was made with model.heads 2" in heads
     line = refused(program.train("run", "--model.hidden", "64", **RANKS))
     assert "is of another model: its model." in line
-    assert program.checkpoint("run", 2).read_bytes() == before
+    assert (path.read_bytes(), (path.parents[1] / "config.yaml").read_bytes()) == before
 
 
 def test_a_checkpoint_of_other_data_or_batches(program, own_data):
