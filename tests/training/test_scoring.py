@@ -108,7 +108,7 @@ def test_a_limited_pass_scores_the_same_samples(group, together):
     options = ["--data.batch", "12", "--data.validation_batches", "1"]
     trainer = make(config(together / "run", *options), Runtime(group, group))
     trainer.validate()
-    assert trainer.held_out["sum"] == sum(range(12))
+    assert trainer.held_out["sum"] == sum(place * 23 // 12 for place in range(12))
 
 
 @pytest.mark.ranks(1, 4)
