@@ -239,7 +239,7 @@ def _launcher(
     asked: Resources,
 ) -> list[str]:
     """The launcher's line in front of the command."""
-    numbers = asked.numbers
+    numbers, line = asked.numbers, f"the launcher of {request.site}"
     if request.launcher == "srun":
         plugin = srun_plugin()
         return ["srun", *([f"--mpi={plugin}"] if plugin else []), "--kill-on-bad-exit=1"]
@@ -248,12 +248,13 @@ def _launcher(
             return ["mpirun", "-np", str(asked.ranks)]
         return mpirun_of_batch(asked.ranks, per_node=asked.ranks_per_node, threads=asked.threads)
     if site.launcher and not request.launcher:
-        return resources.filled(site.launcher, numbers)
+        return resources.filled(site.launcher, numbers, line)
     words = [*program, "launch"]
     if request.launcher == "launch" and site.launcher:
+        # Restarts may have fewer nodes.
         kept = dict[str, int | str](numbers) | {"nodes": "{nodes}", "ranks": "{ranks}"}
-        line = shlex.join(resources.filled(site.launcher, kept))  # restarts may have fewer nodes
-        words += ["--line", line, "--ranks_per_node", str(asked.ranks_per_node)]
+        filled = resources.filled(site.launcher, kept, line)
+        words += ["--line", shlex.join(filled), "--ranks_per_node", str(asked.ranks_per_node)]
     else:
         words += scheduler_of(scheduler).launch_words(asked)
     if request.launcher == "horovodrun":

@@ -164,9 +164,10 @@ def test_a_sites_line_is_restarted_if_launch_starts_it(desk, site):
     profile = load_site(site)
     numbers = {"ranks_per_node": profile.ranks_per_node, "threads": profile.threads}
     kept = {"nodes": "{nodes}", "ranks": "{ranks}"}  # a restart may have fewer
-    assert shlex.split(started[5]) == filled(profile.launcher, numbers | kept)
+    assert shlex.split(started[5]) == filled(profile.launcher, numbers | kept, "the line")
     ranks = 2 * profile.ranks_per_node
-    assert alone == filled(profile.launcher, {**numbers, "nodes": 2, "ranks": ranks})
+    whole = {**numbers, "nodes": 2, "ranks": ranks}
+    assert alone == filled(profile.launcher, whole, "the line")
     each = ["--ranks_per_node", str(profile.ranks_per_node)]  # PBS may tell one slot for each node
     assert started[6:] == [*each, "--max_restarts", "3", "--"]
     fewer = desk.run(*words, "--launcher", "launch", "--max_restarts", "5")
@@ -311,6 +312,19 @@ def test_an_mpijob_is_written(desk):
     assert worker["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == 12
 
 
+def test_a_profile_of_kubernetes_has_the_numbers_of_a_job(desk):
+    profile = "scheduler: mpijob\nranks_per_node: 4\nthreads: 2\ngpus_per_node: 4\n"
+    (desk.folder / "k.yaml").write_text(f"{profile}gpu_option: amd.com/gpu\n")
+    words = ["--site", "k.yaml", "--image", "x:1", "--dry_run"]
+    done = desk.run("submit", "my.yaml", *words)
+    assert done.returncode == 0, done.stderr
+    spec = yaml.safe_load(done.stdout)["spec"]
+    worker = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert spec["slotsPerWorker"] == 4
+    limits = worker["resources"]["limits"]
+    assert (limits["cpu"], limits["amd.com/gpu"]) == (8, 4)
+
+
 def test_a_run_directory_that_cannot_be_made_is_one_line(desk):
     desk.scheduler("sbatch")
     done = desk.run("submit", "my.yaml", "--run.dir", "/proc/no/such")
@@ -453,6 +467,13 @@ def test_a_profiles_variables_are_the_texts_that_it_has(tmp_path):
         ("environ: {A: [1]}", "environ is {'A': [1]}: it takes text: put it in quotes"),
         ("needs: [x]", "needs is ['x']: it takes one of 'account', 'queue'"),
         ("launcher: srun", "launcher is 'srun': it takes a list, such as [a, b]"),
+        ("launcher: [srun, '{rank}']", "launcher has {rank}: use {nodes}, {ranks}, "),
+        ("launcher: [srun, '{ranks.x}']", "launcher has braces that cannot be filled ("),
+        ("launcher: [srun, '{ranks[0]}']", "write {{ and }} for braces of your own"),
+        ("environ: {1: a}", "environ has the name 1, which is no text"),
+        ("threads: 1:30", "threads is '1:30': it takes a whole number of 1 or more"),
+        ("queues: [{name: a, hours: 1:30}]", "queues[0].hours is '1:30': it takes a number"),
+        ("queues: [{name: a, hours: 1:30.5}]", "queues[0].hours is '1:30.5': it takes a number"),
     ],
 )
 def test_a_wrong_value_in_a_profile_is_named(tmp_path, line, message):
@@ -516,8 +537,10 @@ def test_pbs_takes_resources_as_the_site_spells_them(desk):
     assert "#PBS -l select=3:ncpus=32:ngpus=4:system=polaris\n" in done.stdout, done.stderr
     assert done.stdout.count("select=") == 1
     assert "place=" not in done.stdout, "ncpus=... alone goes with no place"
-    done = desk.run("submit", "my.yaml", *words, "{foo}")
-    assert "{memory_gb}" in only_line(done.stderr)
+    for wrong in ("{foo}", "{nodes.x}"):
+        done = desk.run("submit", "my.yaml", *words, wrong)
+        assert done.returncode == 2
+        assert "{memory_gb}" in only_line(done.stderr)
     done = desk.run("submit", "my.yaml", *words, text, "--gpus", "2")
     assert "give --resources with {gpus}" in only_line(done.stderr)
     done = desk.run("submit", "my.yaml", *words, "ngpus={gpus}", "--gpus", "2")
@@ -823,7 +846,13 @@ def test_what_a_user_gives_wins_over_the_site(desk):
         ("scheduler: slurm\nresources: 'select=1'", "resources"),
         ("scheduler: slurm\naccount_option: -P", "account_option"),
         ("scheduler: slurm\nqueue_option: --cluster", "queue_option"),
-        ("scheduler: pbs\nconstraint: gpu", "constraint is a key for slurm, flux only"),
+        ("scheduler: pbs\nconstraint: gpu", "constraint means nothing to pbs: leave it out, or"),
+        ("scheduler: lsf\nmemory_gb_per_node: 4", "memory_gb_per_node means nothing to lsf"),
+        ("scheduler: mpijob\nsetup: [module load a]", "setup means nothing to mpijob: leave"),
+        ("scheduler: mpijob\nqueues: [{name: a}]", "queues means nothing to mpijob"),
+        ("scheduler: mpijob\ncontainer: {environ: {A: 1}}", "container means nothing to mpijob"),
+        ("scheduler: local\ngpus_per_node: 4", "gpus_per_node means nothing to local"),
+        ("scheduler: slurm\nqueue: a\nqueues: [{name: b}]", "here.yaml has queue and queues"),
         ("scheduler: slurm\nenviron: {'A B;id': '1'}", "variable"),
     ],
 )
