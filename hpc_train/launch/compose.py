@@ -284,10 +284,12 @@ def _activation(environ: Mapping[str, str], *, loaded: bool) -> list[str]:
 
     Args:
         environ: the variables of this shell.
-        loaded: load its modules; a site's profile loads its own.
+        loaded: load its modules; the setup of a site's profile loads its own.
     """
     lines = []
     if loaded and environ.get("LOADEDMODULES"):
+        if root := environ.get("HPC_TRAIN_ROOT"):  # our module has set it; it loads the same again
+            lines.append(f"export HPC_TRAIN_PREFIX={shlex.quote(root)}")
         lines.append(f"export MODULEPATH={shlex.quote(environ.get('MODULEPATH', ''))}")
         modules = map(shlex.quote, environ["LOADEDMODULES"].split(":"))
         lines.append(f"module load {' '.join(modules)}")

@@ -392,6 +392,9 @@ def test_a_job_loads_the_modules_of_the_submitting_shell(desk):
         "    module load gcc/13 openmpi/5.0 || return\n",
     )
     assert text.index(path) < text.index(load)
+    own = desk.run(*words, **shell, HPC_TRAIN_ROOT="/my own").stdout
+    prefix = "    export HPC_TRAIN_PREFIX='/my own' || return\n"  # our module takes it again
+    assert 0 < own.index(prefix) < own.index(load)
     assert load not in desk.run(*words, "--setup", "true", **shell).stdout
     assert (
         load
