@@ -104,8 +104,9 @@ class Site:
 
     Args:
         scheduler: the machine's scheduler.
-        needs: options of `submit` that every job of the site must give.
-        needs_directives: beginnings of directives that every job must give by --directive.
+        needs: options of `submit` that every job of the site must give. A QOS that is the queue
+            counts as --queue, and so does `queue`.
+        needs_directives: beginnings of directives that every job must have, by any option.
         account_option: the option by which PBS is given the account.
         ranks_per_node: ranks on each node, such as one per GPU.
         threads: cores that each rank asks for; None: an equal part of the node's.
@@ -117,7 +118,8 @@ class Site:
         constraint, exclusive: as SLURM's --constraint and --exclusive.
         gpus_per_node, memory_gb_per_node: GPUs and memory that a job asks for on each node.
         cores_per_gpu: cores that have to be asked for with each GPU; {cores} has at least these.
-        unseen: folders that compute nodes do not see.
+        unseen: folders that compute nodes do not see. The run directory, the environment and the
+            working directory must be elsewhere.
         gpu_option: the option by which SLURM, or the resource by which Kubernetes, is given the
             number of GPUs.
         resources: resources for PBS, instead of the usual select.

@@ -85,15 +85,15 @@ def test_mpirun_gives_each_rank_its_cores(desk):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--directive", "--qos=debug", "--directive", "-l a=b", "x"],
-        ["--directive", "--qos=debug", "--name", "it", "--directive=-l a=b", "--directive", "x"],
-        ["--directive=--qos=debug", "--directive", "-l a=b", "x", "--run.seed", "3"],
+        ["--directive", "--qos=debug", "--directive", "-l a=b", "--directive", "-x"],
+        ["--directive", "--qos=debug", "--name", "it", "--directive=-l a=b", "--directive", "-x"],
+        ["--directive=--qos=debug", "--directive", "-l a=b", "--directive=-x", "--run.seed", "3"],
     ],
 )
 def test_directives_may_begin_with_dashes_and_add_up(desk, words):
     done = desk.run("submit", "my.yaml", "--scheduler", "slurm", *words, "--dry_run")
     assert done.returncode == 0, done.stderr
-    assert "#SBATCH --qos=debug\n#SBATCH -l a=b\n#SBATCH x\n" in done.stdout
+    assert "#SBATCH --qos=debug\n#SBATCH -l a=b\n#SBATCH -x\n" in done.stdout
     assert ("--run.seed" in done.stdout) == ("--run.seed" in words)
 
 
@@ -218,7 +218,7 @@ def test_another_cluster_is_named_by_a_variable(desk):
 
 
 def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
-    for name, told in (("a b", "run.dir 'runs/a b/"), ("ä", "run.dir 'runs/ä/")):
+    for name, told in (("a b", "run.dir 'runs/a b'"), ("ä", "run.dir 'runs/ä'")):
         done = desk.run(
             "submit", "my.yaml", "--scheduler", "slurm", "--run.dir", f"runs/{name}", "--dry_run"
         )
@@ -227,6 +227,8 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
     more = ["--run.dir", "runs/%j", "--dry_run"]
     done = desk.run("submit", "my.yaml", "--scheduler", "slurm", *more)
     assert "#SBATCH --output=runs/%%j/%x-%j.out\n" in done.stdout
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", "--run.dir", ".", "--dry_run")
+    assert f"#SBATCH --job-name={desk.folder.name}\n" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -239,6 +241,8 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
         (["--scheduler", "torque", "--name", "1st"], "of which the first is a letter"),
         (["--scheduler", "slurm", "--tasks_at_once", "2"], "--tasks_at_once is for a sweep"),
         (["--scheduler", "slurm", "--directive", '--comment="a'], "pairs of double quotes"),
+        (["--scheduler", "slurm", "--directive", "#SBATCH --qos=x"], "without #SBATCH"),
+        (["--scheduler", "slurm", "--directive", "qos=debug"], "an option that begins with -"),
         (["--scheduler", "local", "--nodes", "2"], "this machine is one node"),
         (["--scheduler", "local", "--queue", "x"], "--queue means nothing to local"),
         (["--scheduler", "lsf", "--memory", "64GB"], "in its own unit"),
@@ -284,7 +288,10 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
             ["--scheduler", "torque", "--launcher", "mpirun", "--threads", "2"],
             "slots of torque are cores",
         ),
-        (["--site", "lumi", "--account", "x", "--threads", "2"], "--threads is 7"),
+        (
+            ["--site", "lumi", "--account", "x", "--threads", "2"],
+            "--threads cannot be 2: leave it out for 7",
+        ),
         (["--scheduler", "slurm", "--run.sede", "1"], "did you mean run.seed"),
         (["--site", "nowhere"], "there is no site profile nowhere: take archer2, aurora"),
         (["--site", "frontier"], "give --account"),
@@ -633,7 +640,7 @@ def test_the_script_of_another_program_stays_in_its_run_directory(desk):
         (["--run.dir", "r", "--sweep", "run.seed=1,2", "--", "python"], "no other key"),
         (["--", "train", "my.yaml"], "hpc-train submit my.yaml"),
         (["my.yaml", "--memory", "lots"], "'lots' is not an amount of memory"),
-        (["my.yaml", "--mail", "a b"], "--mail-user is 'a b'"),
+        (["my.yaml", "--mail", "a b"], "--mail is 'a b'"),
         (["my.yaml", "--resources", "x"], "--resources means nothing to slurm: give --gpus"),
         (["my.yaml", "--scheduler", "pbs", "--qos", "x"], "--qos means nothing to pbs"),
         (["my.yaml", "--scheduler", "pbs", "--reservation", "x"], "by --queue"),
@@ -927,6 +934,42 @@ def test_what_a_site_requires_is_told(desk):
     (desk.folder / "here.yaml").write_text(f"scheduler: slurm\nunseen: [{desk.folder.parent}]\n")
     done = desk.run("submit", "my.yaml", "--site", "here.yaml", "--dry_run")
     assert "compute nodes of here.yaml do not see" in only_line(done.stderr)
+
+
+def test_a_folder_that_compute_nodes_do_not_see_is_known_by_its_links_too(desk, tmp_path_factory):
+    seen = tmp_path_factory.mktemp("seen")
+    (seen / "hid").mkdir()
+    (seen / "link").symlink_to(seen / "hid")
+    words = ["submit", str(desk.folder / "my.yaml"), "--site", "here.yaml", "--dry_run"]
+    for folder, run_dir in (("hid", "link/r"), ("link", "hid/r"), ("link", "link/r")):
+        (desk.folder / "here.yaml").write_text(f"scheduler: slurm\nunseen: [{seen / folder}]\n")
+        done = desk.run(*words, "--run.dir", str(seen / run_dir))
+        assert done.returncode == 2
+        assert f"{seen / run_dir} is in {seen / folder}, which" in only_line(done.stderr)
+    (desk.folder / "here.yaml").write_text(f"scheduler: slurm\nunseen: [{desk.folder}]\n")
+    done = desk.run(*words, "--run.dir", str(seen / "r"))
+    assert f"{desk.folder} is in {desk.folder}, which" in only_line(done.stderr), "it works there"
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        ("needs: [queue]\nqueue_option: --qos", ["--qos", "q"]),
+        ("needs: [queue]\nqueue: q", []),
+        ("needs_directives: [--qos]", ["--qos", "q"]),
+        ("bound: true\nthreads: 3\nranks_per_node: 2", ["--threads", "3"]),
+    ],
+)
+def test_what_a_site_requires_can_be_given_in_any_way(desk, profile, words):
+    (desk.folder / "here.yaml").write_text(f"scheduler: slurm\n{profile}\n")
+    done = desk.run("submit", "my.yaml", "--site", "here.yaml", *words, "--dry_run")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_value_of_several_words_is_one_to_lsf(desk):
+    text = "-R select[mem>1] rusage[mem=1] -q night-long"
+    done = desk.run("submit", "my.yaml", "--scheduler", "lsf", "--directive", text, "--dry_run")
+    assert '#BSUB -R "select[mem>1] rusage[mem=1]" -q night-long\n' in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
