@@ -99,8 +99,9 @@ def options() -> Parser:
         action="append",
         default=[],
         metavar="LINE",
-        help="a shell line that runs first, such as 'module load python' (default: activate this "
-        "environment); several may follow, and the option may be repeated",
+        help="a shell line that runs first, such as 'module load python' (default: load this "
+        "shell's modules, unless the site's profile has a setup, and activate this environment); "
+        "several may follow, and the option may be repeated",
     )
     made.add_argument(
         "--launcher",

@@ -14,6 +14,22 @@ import yaml
 from hpc_train.errors import ConfigError
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads 1:30 as a text, which is 90 in YAML 1.1: a time would turn into another number."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
+        """The whole number of a text, or else the text."""
+        return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> Any:
+        """The number of a text, or else the text."""
+        return node.value if ":" in node.value else super().construct_yaml_float(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+
+
 def read_mapping(
     path: Path, what: str, missing: str = "give the path of a YAML file"
 ) -> dict[str, Any]:
@@ -29,7 +45,7 @@ def read_mapping(
     """
     try:
         text = path.read_text()
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, _Loader)
     except FileNotFoundError:
         raise ConfigError(f"there is no {what} {path}", missing) from None
     except OSError as error:

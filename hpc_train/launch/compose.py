@@ -44,12 +44,7 @@ def make(request: SubmitRequest) -> BatchJob:
     _check_names(request, run_dir)
     profile = sites.load_site(request.site) if request.site else None
     for folder in profile.unseen if profile else ():
-        for path in (Path(run_dir).absolute(), Path(sys.prefix)):
-            if Path(folder) in path.parents:
-                raise UserError(
-                    f"{path} is below {folder}, which compute nodes of {request.site} do not see",
-                    "put run.dir and the Python environment on another file system",
-                )
+        _check_seen(folder, run_dir, f"compute nodes of {request.site}")
     scheduler = request.scheduler or (profile.scheduler if profile else scheduler_here())
     site = profile or Site(scheduler)
     if request.site in sites.names():
@@ -76,7 +71,8 @@ def make(request: SubmitRequest) -> BatchJob:
         command += ["--run.dir", on_volume(run_dir)]
     batch = BatchJob(
         scheduler=scheduler,
-        name=request.name or re.sub(r"[^\w.,:=@+~-]", "-", Path(run_dir).name, flags=re.ASCII),
+        name=request.name
+        or re.sub(r"[^\w.,:=@+~-]", "-", Path(run_dir).absolute().name, flags=re.ASCII),
         resources=asked,
         command=command,
         run_dir=run_dir,
@@ -94,6 +90,7 @@ def make(request: SubmitRequest) -> BatchJob:
         configuration=Path(request.config).read_text() if in_pods and request.config else "",
         commands=find_commands(scheduler),
     )
+    _check_directives(batch, site.needs_directives, request.site)
     return in_image(batch, request, site, config) if request.image and not in_pods else batch
 
 
@@ -108,6 +105,21 @@ def _check_names(request: SubmitRequest, run_dir: str) -> None:
     if {*"/[]\n"} & {*(request.name or "")}:
         remedy = "leave out slashes, brackets and line breaks"
         raise UserError(f"--name is {request.name!r}", remedy)
+
+
+def _check_seen(folder: str, run_dir: str, who: str) -> None:
+    """Refuse paths of the job in a folder that compute nodes do not see, also by links.
+
+    Raises:
+        UserError: the run directory, the environment or the working directory is there.
+    """
+    unseen = {Path(folder), Path(folder).resolve()}
+    for path in (Path(run_dir).absolute(), Path(sys.prefix), Path.cwd()):
+        if unseen & {path, *path.parents, path.resolve(), *path.resolve().parents}:
+            raise UserError(
+                f"{path} is in {folder}, which {who} do not see",
+                "put run.dir and the Python environment on another file system, and submit from it",
+            )
 
 
 def _config_of(request: SubmitRequest) -> RunConfig:
@@ -132,6 +144,21 @@ def _config_of(request: SubmitRequest) -> RunConfig:
                 "program passes to Loop or Trainer",
             )
     return config_file.load(request.config, request.options, LATER)
+
+
+def _check_directives(batch: BatchJob, needs: Sequence[str], site: str | None) -> None:
+    """Refuse a job without a directive that its site requires, from an option or by itself.
+
+    Raises:
+        UserError: no directive begins as a required one does.
+    """
+    own = scheduler_of(batch.scheduler).directives(batch) if needs else ()
+    for begin in needs:
+        if not any(line.startswith(begin) for line in (*own, *batch.resources.directives)):
+            raise UserError(
+                f"site {site} requires a directive {begin}...",
+                f"give --directive '{begin}...', as the site's documentation describes it",
+            )
 
 
 def _config(request: SubmitRequest, run_dir: str, scheduler: SchedulerName) -> str:
@@ -239,7 +266,7 @@ def _launcher(
     asked: Resources,
 ) -> list[str]:
     """The launcher's line in front of the command."""
-    numbers = asked.numbers
+    numbers, line = asked.numbers, f"the launcher of {request.site}"
     if request.launcher == "srun":
         plugin = srun_plugin()
         return ["srun", *([f"--mpi={plugin}"] if plugin else []), "--kill-on-bad-exit=1"]
@@ -248,12 +275,13 @@ def _launcher(
             return ["mpirun", "-np", str(asked.ranks)]
         return mpirun_of_batch(asked.ranks, per_node=asked.ranks_per_node, threads=asked.threads)
     if site.launcher and not request.launcher:
-        return resources.filled(site.launcher, numbers)
+        return resources.filled(site.launcher, numbers, line)
     words = [*program, "launch"]
     if request.launcher == "launch" and site.launcher:
+        # Restarts may have fewer nodes.
         kept = dict[str, int | str](numbers) | {"nodes": "{nodes}", "ranks": "{ranks}"}
-        line = shlex.join(resources.filled(site.launcher, kept))  # restarts may have fewer nodes
-        words += ["--line", line, "--ranks_per_node", str(asked.ranks_per_node)]
+        filled = resources.filled(site.launcher, kept, line)
+        words += ["--line", shlex.join(filled), "--ranks_per_node", str(asked.ranks_per_node)]
     else:
         words += scheduler_of(scheduler).launch_words(asked)
     if request.launcher == "horovodrun":
@@ -283,10 +311,12 @@ def _activation(environ: Mapping[str, str], *, loaded: bool) -> list[str]:
 
     Args:
         environ: the variables of this shell.
-        loaded: load its modules; a site's profile loads its own.
+        loaded: load its modules; the setup of a site's profile loads its own.
     """
     lines = []
     if loaded and environ.get("LOADEDMODULES"):
+        if root := environ.get("HPC_TRAIN_ROOT"):  # our module has set it; it loads the same again
+            lines.append(f"export HPC_TRAIN_PREFIX={shlex.quote(root)}")
         lines.append(f"export MODULEPATH={shlex.quote(environ.get('MODULEPATH', ''))}")
         modules = map(shlex.quote, environ["LOADEDMODULES"].split(":"))
         lines.append(f"module load {' '.join(modules)}")

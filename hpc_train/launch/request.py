@@ -173,20 +173,20 @@ def _check_site(request: SubmitRequest, site: Site, scheduler: SchedulerName) ->
         )
     if request.qos and request.queue and site.queue_option == "--qos":
         raise UserError(f"at site {request.site} --queue is the QOS", "leave out --qos")
+    given = {
+        "account": request.account,
+        "queue": request.queue or site.queue or (site.queue_option == "--qos" and request.qos),
+    }
     for need in site.needs:
-        if not getattr(request, need):
+        if not given[need]:
             raise UserError(f"site {request.site} requires --{need}", f"give --{need}")
-    for begin in site.needs_directives:
-        if not any(text.startswith(begin) for text in request.directive):
-            raise UserError(
-                f"site {request.site} requires a directive {begin}...",
-                f"give --directive '{begin}...', as the site's documentation describes it",
-            )
     for option in ("threads", "ranks_per_node"):
-        if site.bound and getattr(request, option):
+        asked, own = getattr(request, option), getattr(site, option)
+        if site.bound and asked not in (None, own):
             raise UserError(
-                f"site {request.site} lists ranks' cores: --{option} is {getattr(site, option)}",
-                "leave it out, or copy the profile to a file and change it",
+                f"site {request.site} lists the cores of its ranks: --{option} cannot be {asked}",
+                f"leave it out{f' for {own}' if own else ''}, or copy the profile to a file and "
+                "change it",
             )
 
 

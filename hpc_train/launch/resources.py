@@ -65,9 +65,27 @@ class Resources:
         return dict(zip(NUMBERS, (*values, *whole), strict=True))
 
 
-def filled(words: Sequence[str], numbers: Mapping[str, int | str]) -> list[str]:
-    """Words with the numbers of a job in place of {nodes} and the like."""
-    return [word.format(**numbers) for word in words]
+def filled(words: Sequence[str], numbers: Mapping[str, int | str], what: str) -> list[str]:
+    """Words with the numbers of a job in place of {nodes} and the like.
+
+    Args:
+        words: the words.
+        numbers: the numbers, by name.
+        what: what the words are, for the message.
+
+    Raises:
+        UserError: the braces of a word have something else.
+    """
+    known = ", ".join(f"{{{name}}}" for name in numbers)
+    try:
+        return [word.format(**numbers) for word in words]
+    except KeyError as error:
+        raise UserError(f"{what} has {{{error.args[0]}}}", f"use {known}") from None
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{what} has braces that cannot be filled ({error})",
+            f"use {known}, and write {{{{ and }}}} for braces of your own",
+        ) from None
 
 
 def with_numbers(asked: Resources, options: Mapping[str, object]) -> Resources:
@@ -87,8 +105,4 @@ def with_numbers(asked: Resources, options: Mapping[str, object]) -> Resources:
                 f"--{option} is given, but the resources are {text!r}",
                 f"give --resources with {number} in it, or leave out --{option}",
             )
-    try:
-        return replace(asked, text=filled([text], asked.numbers)[0])
-    except (KeyError, IndexError, ValueError):
-        known = ", ".join(f"{{{number}}}" for number in NUMBERS)
-        raise UserError(f"--resources is {text!r}", f"it may contain {known}") from None
+    return replace(asked, text=filled([text], asked.numbers, "--resources")[0])

@@ -15,9 +15,8 @@ from hpc_train.launch.hosts import compress
 from hpc_train.launch.launchers import FoundLauncher, identify
 from hpc_train.launch.left_behind import step_name
 from hpc_train.launch.lines import KEEPALIVE, LaunchedJob, Line
+from hpc_train.launch.resources import filled
 from hpc_train.mpi.environment import for_launcher
-
-LINE_NUMBERS = ("nodes", "ranks", "ranks_per_node", "threads", "cores")
 
 
 def launcher_of(text: str) -> FoundLauncher:
@@ -35,16 +34,7 @@ def launcher_of(text: str) -> FoundLauncher:
         words = shlex.split(text)
     except ValueError as error:
         raise UserError(f"--line {text!r} cannot be read: {error}", "close its quotes") from None
-    known = ", ".join(f"{{{name}}}" for name in LINE_NUMBERS)
-    try:
-        _filled(words, LaunchedJob([], 1))
-    except KeyError as error:
-        raise UserError(f"--line has {{{error.args[0]}}}", f"use {known}") from None
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"the braces of --line {text!r} cannot be filled ({error})",
-            f"use {known}, and write {{{{ and }}}} for braces of your own",
-        ) from None
+    _filled(words, LaunchedJob([], 1))
     if not words:
         raise UserError("--line names no launcher", "give a line, such as 'srun --cpu-bind=cores'")
     if Path(words[0]).name == "srun":
@@ -69,7 +59,7 @@ def _filled(words: list[str], job: LaunchedJob) -> list[str]:
         "threads": job.threads,
         "cores": job.ranks * job.threads,
     }
-    return [word.format(**numbers) for word in words]
+    return filled(words, numbers, "--line")
 
 
 def _srun(words: list[str], job: LaunchedJob) -> Line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentError
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,15 +18,26 @@ from hpc_train.config.keys import check_fields, read_mapping
 from hpc_train.errors import UserError
 from hpc_train.launch import TEMPLATES, ImageTool, SchedulerName
 from hpc_train.launch.resources import NUMBERS, filled
+from hpc_train.launch.schedulers import scheduler_of
 
 SITES = TEMPLATES / "sites"
-KEYS_OF = {  # keys that only some schedulers can use
-    "resources": ("pbs", "torque"),
+_KEYS_OF = {  # keys that only some schedulers can use
     "account_option": ("pbs", "torque"),
     "queue_option": ("slurm",),
-    "constraint": ("slurm", "flux"),
-    "exclusive": ("slurm", "pbs", "lsf", "flux"),
     "gpu_option": ("slurm", "mpijob"),
+}
+_OPTION_OF = {  # keys with the option of `submit` that asks for the same
+    "queue": "queue",
+    "queues": "queue",
+    "constraint": "constraint",
+    "exclusive": "exclusive",
+    "gpus_per_node": "gpus",
+    "memory_gb_per_node": "memory",
+    "resources": "resources",
+    "needs_directives": "directive",
+    "directives": "directive",
+    "setup": "setup",
+    "container": "image_tool",
 }
 _DESCRIBED = "hpc_train/launch/sites.py describes the keys"
 _TAKES = {  # what the parser's message has: what a key takes
@@ -92,8 +104,9 @@ class Site:
 
     Args:
         scheduler: the machine's scheduler.
-        needs: options of `submit` that every job of the site must give.
-        needs_directives: beginnings of directives that every job must give by --directive.
+        needs: options of `submit` that every job of the site must give. A QOS that is the queue
+            counts as --queue, and so does `queue`.
+        needs_directives: beginnings of directives that every job must have, by any option.
         account_option: the option by which PBS is given the account.
         ranks_per_node: ranks on each node, such as one per GPU.
         threads: cores that each rank asks for; None: an equal part of the node's.
@@ -105,7 +118,8 @@ class Site:
         constraint, exclusive: as SLURM's --constraint and --exclusive.
         gpus_per_node, memory_gb_per_node: GPUs and memory that a job asks for on each node.
         cores_per_gpu: cores that have to be asked for with each GPU; {cores} has at least these.
-        unseen: folders that compute nodes do not see.
+        unseen: folders that compute nodes do not see. The run directory, the environment and the
+            working directory must be elsewhere.
         gpu_option: the option by which SLURM, or the resource by which Kubernetes, is given the
             number of GPUs.
         resources: resources for PBS, instead of the usual select.
@@ -167,29 +181,43 @@ def load_site(name: str) -> Site:
     raw = yaml.load(path.read_text(), yaml.BaseLoader) or {}
     for section, texts in ((tree, raw), (tree.get("container", {}), raw.get("container", {}))):
         if "environ" in section:
-            section["environ"] = _as_written(section["environ"], texts["environ"])
+            section["environ"] = _as_written(section["environ"], texts["environ"], path)
     queues = _queues(tree.pop("queues", []), path)
     values = _parsed(Site, tree, path)
     container = SiteContainers(**values.pop("container"))
     site = Site(**{**values, "queues": queues, "container": container})
-    try:
-        for words in (site.launcher, [site.resources]):
-            filled(words, dict.fromkeys(NUMBERS, 1))
-    except (KeyError, IndexError, ValueError) as error:
-        told = " ".join(str(error).split())
-        raise UserError(f"{path}: {told}", _DESCRIBED) from None
-    for key, whose in KEYS_OF.items():
-        if key in tree and site.scheduler not in whose:
-            raise UserError(
-                f"{path}: {key} is a key for {', '.join(whose)} only", "use directives instead"
-            )
+    for key, words in (("launcher", site.launcher), ("resources", [site.resources])):
+        filled(words, dict.fromkeys(NUMBERS, 1), f"{path}: {key}")
+    _check_use(given, site.scheduler, path)
     return site
 
 
-def _as_written(environ: object, texts: Any) -> object:
-    """Variables as the texts that the file has: YAML reads 16 as a number, and 1:30 as 90."""
+def _check_use(given: Collection[str], scheduler: SchedulerName, path: Path) -> None:
+    """Refuse keys that would be accepted and ignored.
+
+    Raises:
+        UserError: the scheduler cannot use a key, or another key stands in its place.
+    """
+    refused = scheduler_of(scheduler).refused
+    for key in given:
+        if _OPTION_OF.get(key) in refused or scheduler not in _KEYS_OF.get(key, (scheduler,)):
+            instead = "" if "directive" in refused else ", or write directives in its place"
+            raise UserError(f"{path}: {key} means nothing to {scheduler}", f"leave it out{instead}")
+    if {"queue", "queues"} <= {*given}:
+        raise UserError(
+            f"{path} has queue and queues", "keep one: queues may have one queue without limits"
+        )
+
+
+def _as_written(environ: object, texts: Any, path: Path) -> object:
+    """Variables as the texts that the file has: YAML reads 16 as a number, and 1.10 as 1.1."""
     if not isinstance(environ, dict):
         return environ or {}
+    if wrong := [name for name in environ if not isinstance(name, str)]:
+        raise UserError(
+            f"{path}: environ has the name {wrong[0]!r}, which is no text",
+            "give a name of letters, digits and _, in quotes if YAML reads it as something else",
+        )
     return {
         name: value if isinstance(value, list | dict | None) else texts.get(name, value)
         for name, value in environ.items()
@@ -223,7 +251,7 @@ def _parsed(kind: type, tree: dict[str, Any], path: Path, section: str = "") -> 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind)
     try:
-        return dict(parser.parse_object(tree).as_dict())
+        parsed: dict[str, Any] = parser.parse_object(tree).as_dict()
     except ArgumentError as error:
         told = " ".join(str(error).split())
         found = re.match(r'Parser key "([\w.]+)"', told)
@@ -237,6 +265,11 @@ def _parsed(kind: type, tree: dict[str, Any], path: Path, section: str = "") -> 
             takes = f"one of {words[1]}"
         what = f"it takes {takes}" if takes else _DESCRIBED
         raise UserError(f"{path}: {section}{found[1]} is {value!r}", what) from None
+    # Plain numbers, as others write them: the parser's are of types of its own.
+    return {
+        name: int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        for name, value in parsed.items()
+    }
 
 
 def queue_for(site: Site, name: str, asked: str, nodes: int, seconds: int) -> str:

@@ -118,34 +118,47 @@ def _is_comment(line: str) -> bool:
 
 @functools.cache
 def _checked_setup(setup: tuple[str, ...]) -> list[str]:
-    """The lines of the function `setup`, which returns when one of them fails.
+    """The lines of the function `setup`, which returns when one of its commands fails.
+
+    Args:
+        setup: texts, each with one command or several in lines of their own.
 
     Raises:
-        UserError: a line is no command by itself.
+        UserError: a text ends within a command.
     """
-    lines = []
-    for line in setup:
-        if _is_comment(line):
-            lines.append(f"    {line}")
-            continue
-        plain = f"    {line} || return"
-        # A comment would hide `|| return`, and & or ; cannot stand before it.
-        braces = f"    {{\n        {line}\n    }} || return"
-        form = braces if re.search(r"#|[&;]\s*$", line) else plain
-        parsed = subprocess.run(
-            ["/bin/bash", "-n", "-c", form],
-            env={**os.environ, "LC_ALL": "C"},  # its warnings are in English
-            capture_output=True,
-            check=False,
-        )
-        # bash only warns of a here-document without an end; the loader may warn of anything else.
-        if parsed.returncode or b"here-document" in parsed.stderr:
+    lines, commands = [], 0
+    for text in setup:
+        begun: list[str] = []  # lines of a command that goes on, such as `if` without its `fi`
+        for line in text.split("\n"):
+            if not begun and _is_comment(line):
+                lines += [f"    {line}"] if line.strip() else []
+                continue
+            begun.append(line)
+            if form := _command("\n".join(begun)):
+                lines.append(form)
+                commands += 1
+                begun = []
+        if begun:
             raise UserError(
-                f"the setup line {line!r} is no command by itself",
+                f"the setup line {begun[0]!r} is no command by itself",
                 "write a command of several lines as one, such as `if a; then b; fi`",
             )
-        lines.append(form)
-    return [*lines, "    :"] if all(map(_is_comment, setup)) else lines
+    return lines if commands else [*lines, "    :"]
+
+
+def _command(text: str) -> str:
+    """The lines that run a command and return if it fails; "" if the text is no whole command."""
+    # A comment would hide `|| return`, which cannot stand behind & or ;, or the end of a text.
+    braces = re.search(r"#|\n|[&;\\]\s*$", text)
+    form = f"    {{\n        {text}\n    }} || return" if braces else f"    {text} || return"
+    parsed = subprocess.run(
+        ["/bin/bash", "-n", "-c", form],
+        env={**os.environ, "LC_ALL": "C"},  # its warnings are in English
+        capture_output=True,
+        check=False,
+    )
+    # bash only warns of a here-document without an end; the loader may warn of anything else.
+    return "" if parsed.returncode or b"here-document" in parsed.stderr else form
 
 
 def _array(words: Sequence[str]) -> str:

@@ -85,15 +85,15 @@ def test_mpirun_gives_each_rank_its_cores(desk):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--directive", "--qos=debug", "--directive", "-l a=b", "x"],
-        ["--directive", "--qos=debug", "--name", "it", "--directive=-l a=b", "--directive", "x"],
-        ["--directive=--qos=debug", "--directive", "-l a=b", "x", "--run.seed", "3"],
+        ["--directive", "--qos=debug", "--directive", "-l a=b", "--directive", "-x"],
+        ["--directive", "--qos=debug", "--name", "it", "--directive=-l a=b", "--directive", "-x"],
+        ["--directive=--qos=debug", "--directive", "-l a=b", "--directive=-x", "--run.seed", "3"],
     ],
 )
 def test_directives_may_begin_with_dashes_and_add_up(desk, words):
     done = desk.run("submit", "my.yaml", "--scheduler", "slurm", *words, "--dry_run")
     assert done.returncode == 0, done.stderr
-    assert "#SBATCH --qos=debug\n#SBATCH -l a=b\n#SBATCH x\n" in done.stdout
+    assert "#SBATCH --qos=debug\n#SBATCH -l a=b\n#SBATCH -x\n" in done.stdout
     assert ("--run.seed" in done.stdout) == ("--run.seed" in words)
 
 
@@ -164,9 +164,10 @@ def test_a_sites_line_is_restarted_if_launch_starts_it(desk, site):
     profile = load_site(site)
     numbers = {"ranks_per_node": profile.ranks_per_node, "threads": profile.threads}
     kept = {"nodes": "{nodes}", "ranks": "{ranks}"}  # a restart may have fewer
-    assert shlex.split(started[5]) == filled(profile.launcher, numbers | kept)
+    assert shlex.split(started[5]) == filled(profile.launcher, numbers | kept, "the line")
     ranks = 2 * profile.ranks_per_node
-    assert alone == filled(profile.launcher, {**numbers, "nodes": 2, "ranks": ranks})
+    whole = {**numbers, "nodes": 2, "ranks": ranks}
+    assert alone == filled(profile.launcher, whole, "the line")
     each = ["--ranks_per_node", str(profile.ranks_per_node)]  # PBS may tell one slot for each node
     assert started[6:] == [*each, "--max_restarts", "3", "--"]
     fewer = desk.run(*words, "--launcher", "launch", "--max_restarts", "5")
@@ -217,7 +218,7 @@ def test_another_cluster_is_named_by_a_variable(desk):
 
 
 def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
-    for name, told in (("a b", "run.dir 'runs/a b/"), ("ä", "run.dir 'runs/ä/")):
+    for name, told in (("a b", "run.dir 'runs/a b'"), ("ä", "run.dir 'runs/ä'")):
         done = desk.run(
             "submit", "my.yaml", "--scheduler", "slurm", "--run.dir", f"runs/{name}", "--dry_run"
         )
@@ -226,6 +227,8 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
     more = ["--run.dir", "runs/%j", "--dry_run"]
     done = desk.run("submit", "my.yaml", "--scheduler", "slurm", *more)
     assert "#SBATCH --output=runs/%%j/%x-%j.out\n" in done.stdout
+    done = desk.run("submit", "my.yaml", "--scheduler", "slurm", "--run.dir", ".", "--dry_run")
+    assert f"#SBATCH --job-name={desk.folder.name}\n" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -238,6 +241,8 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
         (["--scheduler", "torque", "--name", "1st"], "of which the first is a letter"),
         (["--scheduler", "slurm", "--tasks_at_once", "2"], "--tasks_at_once is for a sweep"),
         (["--scheduler", "slurm", "--directive", '--comment="a'], "pairs of double quotes"),
+        (["--scheduler", "slurm", "--directive", "#SBATCH --qos=x"], "without #SBATCH"),
+        (["--scheduler", "slurm", "--directive", "qos=debug"], "an option that begins with -"),
         (["--scheduler", "local", "--nodes", "2"], "this machine is one node"),
         (["--scheduler", "local", "--queue", "x"], "--queue means nothing to local"),
         (["--scheduler", "lsf", "--memory", "64GB"], "in its own unit"),
@@ -283,7 +288,10 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
             ["--scheduler", "torque", "--launcher", "mpirun", "--threads", "2"],
             "slots of torque are cores",
         ),
-        (["--site", "lumi", "--account", "x", "--threads", "2"], "--threads is 7"),
+        (
+            ["--site", "lumi", "--account", "x", "--threads", "2"],
+            "--threads cannot be 2: leave it out for 7",
+        ),
         (["--scheduler", "slurm", "--run.sede", "1"], "did you mean run.seed"),
         (["--site", "nowhere"], "there is no site profile nowhere: take archer2, aurora"),
         (["--site", "frontier"], "give --account"),
@@ -309,6 +317,19 @@ def test_an_mpijob_is_written(desk):
     worker = spec["mpiReplicaSpecs"]["Worker"]
     assert worker["replicas"] == 2
     assert worker["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == 12
+
+
+def test_a_profile_of_kubernetes_has_the_numbers_of_a_job(desk):
+    profile = "scheduler: mpijob\nranks_per_node: 4\nthreads: 2\ngpus_per_node: 4\n"
+    (desk.folder / "k.yaml").write_text(f"{profile}gpu_option: amd.com/gpu\n")
+    words = ["--site", "k.yaml", "--image", "x:1", "--dry_run"]
+    done = desk.run("submit", "my.yaml", *words)
+    assert done.returncode == 0, done.stderr
+    spec = yaml.safe_load(done.stdout)["spec"]
+    worker = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert spec["slotsPerWorker"] == 4
+    limits = worker["resources"]["limits"]
+    assert (limits["cpu"], limits["amd.com/gpu"]) == (8, 4)
 
 
 def test_a_run_directory_that_cannot_be_made_is_one_line(desk):
@@ -377,6 +398,9 @@ def test_a_job_loads_the_modules_of_the_submitting_shell(desk):
         "    module load gcc/13 openmpi/5.0 || return\n",
     )
     assert text.index(path) < text.index(load)
+    own = desk.run(*words, **shell, HPC_TRAIN_ROOT="/my own").stdout
+    prefix = "    export HPC_TRAIN_PREFIX='/my own' || return\n"  # our module takes it again
+    assert 0 < own.index(prefix) < own.index(load)
     assert load not in desk.run(*words, "--setup", "true", **shell).stdout
     assert (
         load
@@ -452,6 +476,13 @@ def test_a_profiles_variables_are_the_texts_that_it_has(tmp_path):
         ("environ: {A: [1]}", "environ is {'A': [1]}: it takes text: put it in quotes"),
         ("needs: [x]", "needs is ['x']: it takes one of 'account', 'queue'"),
         ("launcher: srun", "launcher is 'srun': it takes a list, such as [a, b]"),
+        ("launcher: [srun, '{rank}']", "launcher has {rank}: use {nodes}, {ranks}, "),
+        ("launcher: [srun, '{ranks.x}']", "launcher has braces that cannot be filled ("),
+        ("launcher: [srun, '{ranks[0]}']", "write {{ and }} for braces of your own"),
+        ("environ: {1: a}", "environ has the name 1, which is no text"),
+        ("threads: 1:30", "threads is '1:30': it takes a whole number of 1 or more"),
+        ("queues: [{name: a, hours: 1:30}]", "queues[0].hours is '1:30': it takes a number"),
+        ("queues: [{name: a, hours: 1:30.5}]", "queues[0].hours is '1:30.5': it takes a number"),
     ],
 )
 def test_a_wrong_value_in_a_profile_is_named(tmp_path, line, message):
@@ -515,8 +546,10 @@ def test_pbs_takes_resources_as_the_site_spells_them(desk):
     assert "#PBS -l select=3:ncpus=32:ngpus=4:system=polaris\n" in done.stdout, done.stderr
     assert done.stdout.count("select=") == 1
     assert "place=" not in done.stdout, "ncpus=... alone goes with no place"
-    done = desk.run("submit", "my.yaml", *words, "{foo}")
-    assert "{memory_gb}" in only_line(done.stderr)
+    for wrong in ("{foo}", "{nodes.x}"):
+        done = desk.run("submit", "my.yaml", *words, wrong)
+        assert done.returncode == 2
+        assert "{memory_gb}" in only_line(done.stderr)
     done = desk.run("submit", "my.yaml", *words, text, "--gpus", "2")
     assert "give --resources with {gpus}" in only_line(done.stderr)
     done = desk.run("submit", "my.yaml", *words, "ngpus={gpus}", "--gpus", "2")
@@ -606,7 +639,7 @@ def test_the_script_of_another_program_stays_in_its_run_directory(desk):
         (["--run.dir", "r", "--sweep", "run.seed=1,2", "--", "python"], "no other key"),
         (["--", "train", "my.yaml"], "hpc-train submit my.yaml"),
         (["my.yaml", "--memory", "lots"], "'lots' is not an amount of memory"),
-        (["my.yaml", "--mail", "a b"], "--mail-user is 'a b'"),
+        (["my.yaml", "--mail", "a b"], "--mail is 'a b'"),
         (["my.yaml", "--resources", "x"], "--resources means nothing to slurm: give --gpus"),
         (["my.yaml", "--scheduler", "pbs", "--qos", "x"], "--qos means nothing to pbs"),
         (["my.yaml", "--scheduler", "pbs", "--reservation", "x"], "by --queue"),
@@ -822,7 +855,13 @@ def test_what_a_user_gives_wins_over_the_site(desk):
         ("scheduler: slurm\nresources: 'select=1'", "resources"),
         ("scheduler: slurm\naccount_option: -P", "account_option"),
         ("scheduler: slurm\nqueue_option: --cluster", "queue_option"),
-        ("scheduler: pbs\nconstraint: gpu", "constraint is a key for slurm, flux only"),
+        ("scheduler: pbs\nconstraint: gpu", "constraint means nothing to pbs: leave it out, or"),
+        ("scheduler: lsf\nmemory_gb_per_node: 4", "memory_gb_per_node means nothing to lsf"),
+        ("scheduler: mpijob\nsetup: [module load a]", "setup means nothing to mpijob: leave"),
+        ("scheduler: mpijob\nqueues: [{name: a}]", "queues means nothing to mpijob"),
+        ("scheduler: mpijob\ncontainer: {environ: {A: 1}}", "container means nothing to mpijob"),
+        ("scheduler: local\ngpus_per_node: 4", "gpus_per_node means nothing to local"),
+        ("scheduler: slurm\nqueue: a\nqueues: [{name: b}]", "here.yaml has queue and queues"),
         ("scheduler: slurm\nenviron: {'A B;id': '1'}", "variable"),
     ],
 )
@@ -894,6 +933,42 @@ def test_what_a_site_requires_is_told(desk):
     (desk.folder / "here.yaml").write_text(f"scheduler: slurm\nunseen: [{desk.folder.parent}]\n")
     done = desk.run("submit", "my.yaml", "--site", "here.yaml", "--dry_run")
     assert "compute nodes of here.yaml do not see" in only_line(done.stderr)
+
+
+def test_a_folder_that_compute_nodes_do_not_see_is_known_by_its_links_too(desk, tmp_path_factory):
+    seen = tmp_path_factory.mktemp("seen")
+    (seen / "hid").mkdir()
+    (seen / "link").symlink_to(seen / "hid")
+    words = ["submit", str(desk.folder / "my.yaml"), "--site", "here.yaml", "--dry_run"]
+    for folder, run_dir in (("hid", "link/r"), ("link", "hid/r"), ("link", "link/r")):
+        (desk.folder / "here.yaml").write_text(f"scheduler: slurm\nunseen: [{seen / folder}]\n")
+        done = desk.run(*words, "--run.dir", str(seen / run_dir))
+        assert done.returncode == 2
+        assert f"{seen / run_dir} is in {seen / folder}, which" in only_line(done.stderr)
+    (desk.folder / "here.yaml").write_text(f"scheduler: slurm\nunseen: [{desk.folder}]\n")
+    done = desk.run(*words, "--run.dir", str(seen / "r"))
+    assert f"{desk.folder} is in {desk.folder}, which" in only_line(done.stderr), "it works there"
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        ("needs: [queue]\nqueue_option: --qos", ["--qos", "q"]),
+        ("needs: [queue]\nqueue: q", []),
+        ("needs_directives: [--qos]", ["--qos", "q"]),
+        ("bound: true\nthreads: 3\nranks_per_node: 2", ["--threads", "3"]),
+    ],
+)
+def test_what_a_site_requires_can_be_given_in_any_way(desk, profile, words):
+    (desk.folder / "here.yaml").write_text(f"scheduler: slurm\n{profile}\n")
+    done = desk.run("submit", "my.yaml", "--site", "here.yaml", *words, "--dry_run")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_value_of_several_words_is_one_to_lsf(desk):
+    text = "-R select[mem>1] rusage[mem=1] -q night-long"
+    done = desk.run("submit", "my.yaml", "--scheduler", "lsf", "--directive", text, "--dry_run")
+    assert '#BSUB -R "select[mem>1] rusage[mem=1]" -q night-long\n' in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -401,6 +401,30 @@ def test_each_line_of_the_setup_has_to_work(shell, number):
     assert "never" not in done.stdout
 
 
+@pytest.mark.parametrize("text", ["false\n:", "false\n:\n", ":\nfalse\nif :; then\n:\nfi\n:"])
+def test_each_line_of_a_text_in_the_setup_has_to_work(shell, text):
+    done = shell.run("echo never", setup=[text])
+    assert done.returncode == 1
+    assert done.stdout == "the setup failed: nothing is started\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cat <<EOF >/dev/null\nif\nEOF\na=1",
+        "if true; then\n  a=1\nfi\n",
+        "a=0\n\n# and then\nf() {\n  a=1\n}\nf",
+        "export \\\n  a=1",
+        "true &&\na=1",
+        "a='1\n'\na=1",
+    ],
+)
+def test_a_text_in_the_setup_may_have_commands_of_several_lines(shell, text):
+    done = shell.run("echo $a; exit 0", setup=["export a", text])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "1"
+
+
 @pytest.mark.parametrize("line", ["# no more", "true; ", "sleep 0 &", "a=1 # b", "true && true"])
 def test_setup_lines_of_any_form_are_run(shell, line):
     done = shell.run("echo $a; exit 0", setup=["export a", line])
@@ -408,7 +432,9 @@ def test_setup_lines_of_any_form_are_run(shell, line):
     assert done.stdout.splitlines()[-1] == ("1" if "a=1" in line else "")
 
 
-@pytest.mark.parametrize("line", ["if true; then", "echo 'a", "a() {", "cat <<EOF"])
+@pytest.mark.parametrize(
+    "line", ["if true; then", "echo 'a", "a() {", "cat <<EOF", "true\nfi", "true \\"]
+)
 def test_a_setup_line_that_is_no_command_is_refused(line):
     with pytest.raises(UserError, match="no command by itself"):
         text(replace(PLAIN, setup=[line]))

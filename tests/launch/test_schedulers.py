@@ -161,12 +161,12 @@ def local(tmp_path):
     """Submit a program to this machine; returns what `submit` has done."""
     (tmp_path / "it.py").write_text(STOPS)
 
-    def submit(*words, options=()):
+    def submit(*words, options=(), **environ):
         command = ["--", "python", "it.py", *words]
         done = run(
             *hpc_train("submit", "--scheduler", "local", "--run.dir", "r", *options, *command),
             cwd=tmp_path,
-            environ=ENVIRON,
+            environ={**ENVIRON, **environ},
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
@@ -196,6 +196,15 @@ def test_a_job_without_a_scheduler_starts_again_until_it_is_done(local, tmp_path
     done = run(*hpc_train("status", "r"), cwd=tmp_path)
     assert "no job in the queue" in done.stdout
     assert "start 2" in run(*hpc_train("logs", "r"), cwd=tmp_path).stdout
+
+
+def test_a_job_without_a_scheduler_has_module_whichever_shell_submits_it(local, tmp_path):
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init/bash").write_text('module() { echo "has loaded $2"; }\n')
+    options = ["--setup", "module load a", "--requeue_by", "never"]
+    local(options=options, MODULESHOME=str(tmp_path))
+    wait_until(lambda: [event for event in events(tmp_path) if event["event"] == "ended"])
+    assert (tmp_path / "r/r.out").read_text().startswith("has loaded a\n")
 
 
 def test_a_job_without_a_scheduler_can_be_watched_and_cancelled(local, tmp_path):

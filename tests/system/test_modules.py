@@ -128,7 +128,9 @@ def test_packages_of_the_user_do_not_replace_those_of_the_environment(site):
 
 
 def test_a_user_who_has_chosen_so_already_keeps_it(site):
-    site.run("DUMP before", LOAD, "DUMP loaded", UNLOAD, "DUMP after", PYTHONNOUSERSITE="yes")
+    own = {"PYTHONNOUSERSITE": "yes", "HPC_TRAIN_ROOT": "/my/own"}
+    site.run("DUMP before", LOAD, "DUMP loaded", UNLOAD, "DUMP after", **own)
+    site.check_loaded("loaded")
     assert site.dump("loaded")["PYTHONNOUSERSITE"] in ("1", "yes")
     assert site.dump("after") == site.dump("before")
 
@@ -204,6 +206,12 @@ def test_no_environment(site):
     assert line in " ".join(said.split())  # the systems wrap it
     assert re.findall("code .", said) == ["code 0", "code 1"]
     assert site.dump("unloaded") == site.dump("before")
+    assert site.dump("after") == site.dump("before")
+
+
+def test_a_program_that_may_not_be_executed_is_none(site):
+    (site.prefix / "bin/hpc-train").chmod(0o644)
+    assert "code 1" in site.run("DUMP before", LOAD, "DUMP after")
     assert site.dump("after") == site.dump("before")
 
 

@@ -135,8 +135,16 @@ class Scheduler:
         from hpc_train.launch import templates  # here, because questions need no template library
 
         own = [self.line(directive) for directive in self.directives(batch)]
-        further = [self.line(checked(text)) for text in batch.resources.directives]
+        further = [self.line(self._option(text)) for text in batch.resources.directives]
         return templates.script(self, [*own, *further], batch)
+
+    def _option(self, directive: str) -> str:
+        if directive[:1] in ("", "-"):
+            return checked(directive)
+        raise UserError(
+            f"{directive!r} cannot be a directive of a batch script",
+            f"give an option that begins with -, such as -q long, without {self.sign}",
+        )
 
     def queue(self, batch: BatchJob, after: str = "") -> list[str]:
         """Queue the script of a job; returns the ids of the queued jobs.
@@ -221,6 +229,11 @@ def word(what: str, value: str) -> str:
             "use letters, digits and . , : = @ % + / - _ only, without spaces",
         )
     return value
+
+
+def output_folder(batch: BatchJob) -> str:
+    """The folder of the job's output, with a slash behind it, if a directive can have it."""
+    return batch.outputs and f"{word('run.dir', batch.run_dir)}/"
 
 
 def expression(what: str, value: str) -> str:

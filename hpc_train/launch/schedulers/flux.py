@@ -13,6 +13,7 @@ from hpc_train.launch.schedulers.base import (
     ask,
     expression,
     given,
+    output_folder,
     silent,
     submitted,
     word,
@@ -58,7 +59,7 @@ class Flux(Scheduler):
             f"--nslots={asked.nodes}",
             f"--cores-per-slot={asked.ranks_per_node * asked.threads}",
             f"--time-limit={asked.seconds}s",
-            f"--output={word('run.dir', f'{batch.outputs}{batch.name}')}-{{{{id}}}}.out",
+            f"--output={output_folder(batch)}{batch.name}-{{{{id}}}}.out",
             "-o output.mode=append",
         ]
         if notice := self.notice(batch):

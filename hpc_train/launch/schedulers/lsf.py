@@ -16,6 +16,7 @@ from hpc_train.launch.schedulers.base import (
     ask,
     expression,
     given,
+    output_folder,
     said,
     silent,
     submitted,
@@ -75,7 +76,7 @@ class Lsf(Scheduler):
             f"-n {asked.ranks * asked.threads}",
             f"-R span[ptile={asked.ranks_per_node * asked.threads}]",
             f"-W {minutes // 60}:{minutes % 60:02}",
-            f"-o {word('run.dir', f'{batch.outputs}{batch.name}-{number}.out')}",
+            f"-o {output_folder(batch)}{batch.name}-{number}.out",
             "-r",
         ]
         if self.notice(batch):
@@ -94,9 +95,11 @@ class Lsf(Scheduler):
 
     def line(self, directive: str) -> str:
         """A directive as a line of the script; bsub reads such a line as a shell does."""
+        line = super().line(directive)
         if '"' in directive:  # the user's own
-            return super().line(directive)
-        return re.sub(r" ([^ ]*[\[(=][^ ]*)", r' "\1"', super().line(directive))
+            return line
+        # The words behind an option are one value, as in -R select[mem>1] rusage[mem=1].
+        return re.sub(r"(?<= )[^\s-]\S*(?: [^\s-]\S*)*", _quoted, line)
 
     def notice(self, batch: BatchJob) -> int:
         """NOTICE minutes, in jobs that are long enough for it."""
@@ -133,3 +136,7 @@ class Lsf(Scheduler):
         done = ask([*self.deletes, *ids])
         if done.returncode and "already finished" not in said(done):
             raise HpcTrainError(f"bkill {' '.join(ids)}: {said(done)}", "try again")
+
+
+def _quoted(value: re.Match[str]) -> str:
+    return f'"{value[0]}"' if {*"[(="} & {*value[0]} else value[0]

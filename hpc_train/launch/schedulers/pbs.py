@@ -16,6 +16,7 @@ from hpc_train.launch.schedulers.base import (
     ask,
     expression,
     given,
+    output_folder,
     silent,
     word,
 )
@@ -61,7 +62,7 @@ class Pbs(Scheduler):
             f"-N {word('the name', batch.name)}",
             f"-l {asked.text or self._select(batch)}",
             f"-l walltime={format_duration(asked.seconds)}",
-            *given({"-o ": batch.outputs and word("run.dir", batch.outputs)}),
+            *given({"-o ": output_folder(batch)}),
             "-j oe",
             *self._output_options(),
             "-r y",

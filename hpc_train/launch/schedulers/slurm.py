@@ -18,6 +18,7 @@ from hpc_train.launch.schedulers.base import (
     ask,
     expression,
     given,
+    output_folder,
     silent,
     word,
 )
@@ -67,7 +68,7 @@ class Slurm(Scheduler):
             f"--ntasks-per-node={asked.ranks_per_node}",
             f"--cpus-per-task={asked.threads}",
             f"--time={format_duration(asked.seconds)}",
-            f"--output={word('run.dir', batch.outputs.replace('%', '%%') + f'%x-{number}.out')}",
+            f"--output={output_folder(batch).replace('%', '%%')}%x-{number}.out",
             "--open-mode=append",
             "--requeue",
         ]
@@ -88,7 +89,7 @@ class Slurm(Scheduler):
                 "--qos=": _expression("--qos", asked.qos),
                 "--constraint=": _expression("--constraint", asked.constraint),
                 "--reservation=": _expression("--reservation", asked.reservation),
-                "--mail-user=": _expression("--mail-user", asked.mail),
+                "--mail-user=": _expression("--mail", asked.mail),
                 "--mail-type=": "END,FAIL" if asked.mail else "",
             }
         )

@@ -32,7 +32,8 @@ PATH gets $HPC_TRAIN_ROOT/bin; HPC_TRAIN_ROOT is ]] .. prefix .. [[.
 PYTHONNOUSERSITE is set: Python does not look for packages in ~/.local.
 ]])
 
-if mode() == "load" and not isFile(pathJoin(bin, "hpc-train")) then
+local rights = lfs.attributes(pathJoin(bin, "hpc-train"), "permissions") or ""
+if mode() == "load" and not rights:find("x") then
    LmodError("there is no hpc-train in " .. bin .. ": install it there, or set HPC_TRAIN_PREFIX")
 end
 -- No conflict(): Lmod never has two versions of a module loaded.
@@ -40,6 +41,7 @@ for _, name in ipairs(requires) do
    depends_on(name)
 end
 prepend_path("PATH", bin)
-setenv("HPC_TRAIN_ROOT", prefix)
+-- pushenv brings back a value of the user's own.
+pushenv("HPC_TRAIN_ROOT", prefix)
 -- Packages in a user's ~/.local would be taken before those of the modules below the environment.
 pushenv("PYTHONNOUSERSITE", "1")

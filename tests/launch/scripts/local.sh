@@ -27,6 +27,10 @@ task=
 
 # The rest need not be changed.
 export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+if ! declare -F module >/dev/null && [ -r "$MODULESHOME/init/bash" ]; then # `submit` was not called from bash
+    # shellcheck source=/dev/null
+    . "$MODULESHOME/init/bash"
+fi
 name_of() { # PROCESS: its id, the time of its start in the kernel's ticks, and this host
     local fields
     read -ra fields <"/proc/$1/stat" && echo "$1-${fields[21]}@$HOSTNAME"
