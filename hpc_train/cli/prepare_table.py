@@ -46,7 +46,8 @@ def add_table(kinds: Any) -> None:
     table.add_argument(
         "--task",
         choices=("classification", "regression", "multilabel", "none"),
-        help="what is predicted (default: what suits the target)",
+        help="what is predicted (default: what suits the target; at most 20 different whole "
+        "numbers are classes)",
     )
     table.add_argument(
         "--group", metavar="COLUMN", help="rows with the same value stay in one split"
@@ -150,7 +151,7 @@ def _schema(given: Namespace) -> TableSchema:
     """The schema that was given, or the one that is found in the files."""
     from pathlib import Path
 
-    from hpc_train.data.tables.infer import infer_schema
+    from hpc_train.data.tables.infer import infer_schema, usual_missing
     from hpc_train.data.tables.schema import parse_schema
     from hpc_train.data.tables.sources import list_tables
     from hpc_train.errors import ConfigError, DataError
@@ -164,7 +165,7 @@ def _schema(given: Namespace) -> TableSchema:
             text = Path(given.schema).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{given.schema} cannot be read ({error})", "give a file") from None
-        return parse_schema(text)
+        return parse_schema(text, usual_missing(list_tables(given.paths)))
     targets, task = given.target, given.task
     if targets == ["none"] and task in (None, "none"):
         targets, task = [], "none"

@@ -210,6 +210,12 @@ def test_names_in_a_schema_are_texts_and_each_is_there_once():
     assert parse_schema("{columns: {1: numeric}, task: none}").kind("1") == "numeric"
 
 
+def test_a_schema_without_missing_texts_has_those_of_the_files():
+    text = "{columns: {x: numeric}, task: none"
+    assert parse_schema(f"{text}}}", [""]).missing == ("",)
+    assert parse_schema(f"{text}, missing: ['?']}}", [""]).missing == ("?",)
+
+
 @pytest.mark.parametrize(
     ("text", "cause"),
     [

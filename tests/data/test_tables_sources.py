@@ -137,7 +137,7 @@ def test_types_of_parquet_become_numbers_and_dates(tmp_path):
             "big": pa.array([2**63 - 1, None]),
             "half": pa.array(np.array([1.5, np.nan], np.float16)),
             "truth": pa.array([True, None]),
-            "decimal": pa.array([Decimal("1.5"), None]),
+            "decimal": pa.array([Decimal("7.31"), None]),
             "text": pa.array(["+1_0", "NA"]),
             "day": pa.array([date(1970, 1, 2), None]),
             "zone": pa.array([moment, None], pa.timestamp("ns", "Europe/Berlin")),
@@ -148,7 +148,7 @@ def test_types_of_parquet_become_numbers_and_dates(tmp_path):
     names = table.column_names
     kinds = {name: "date" if name in ("day", "zone", "iso") else "numeric" for name in names}
     first, second = rows_of(tmp_path / "a.parquet", schema_of(**kinds))
-    assert first == (2.0**63, 1.5, 1.0, 1.5, 10.0, 86400.0, moment.timestamp(), moment.timestamp())
+    assert first == (2.0**63, 1.5, 1.0, 7.31, 10.0, 86400.0, moment.timestamp(), moment.timestamp())
     assert np.isnan(second).all()
 
 
