@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hpc_train.cli.shared_portions import share_portions
 from hpc_train.cli.verb import positive
@@ -46,7 +46,8 @@ def add_table(kinds: Any) -> None:
     table.add_argument(
         "--task",
         choices=("classification", "regression", "multilabel", "none"),
-        help="what is predicted (default: what suits the target)",
+        help="what is predicted (default: what suits the target; at most 20 different whole "
+        "numbers are classes)",
     )
     table.add_argument(
         "--group", metavar="COLUMN", help="rows with the same value stay in one split"
@@ -138,11 +139,17 @@ def _told(manifest: TableManifest) -> str:
         target = f"target {', '.join(of.names)} ({of.task})"
         if of.classes:
             target = f"target {of.names[0]} of {len(of.classes)} classes"
+    left_out = dict(cast("dict[str, int]", manifest.left_out))  # a new manifest has the reasons
+    why = ", ".join(
+        f"{count} {'of an unknown class' if reason == 'class' else f'without a {reason}'}"
+        for reason, count in left_out.items()
+    )
     return (
         f"{plural(manifest.rows('train'), 'row')} to train on, {manifest.rows('validation')} held "
         f"out, {len(features.numeric)} numeric and "
         f"{plural(len(features.categorical), 'categorical feature')}, {target}, "
-        f"{plural(manifest.wrong, 'wrong row')} and {plural(manifest.left_out, 'other')} left out"
+        f"{plural(manifest.wrong, 'wrong row')} and "
+        f"{plural(sum(left_out.values()), 'other')} left out{f' ({why})' if why else ''}"
     )
 
 
@@ -150,7 +157,7 @@ def _schema(given: Namespace) -> TableSchema:
     """The schema that was given, or the one that is found in the files."""
     from pathlib import Path
 
-    from hpc_train.data.tables.infer import infer_schema
+    from hpc_train.data.tables.infer import infer_schema, usual_missing
     from hpc_train.data.tables.schema import parse_schema
     from hpc_train.data.tables.sources import list_tables
     from hpc_train.errors import ConfigError, DataError
@@ -164,7 +171,7 @@ def _schema(given: Namespace) -> TableSchema:
             text = Path(given.schema).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{given.schema} cannot be read ({error})", "give a file") from None
-        return parse_schema(text)
+        return parse_schema(text, usual_missing(list_tables(given.paths)))
     targets, task = given.target, given.task
     if targets == ["none"] and task in (None, "none"):
         targets, task = [], "none"

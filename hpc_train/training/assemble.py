@@ -354,7 +354,8 @@ def _check_task(data: DataSection, task: TrainingTask) -> None:
     if data.validation_every and task.validation is None:
         raise ConfigError(
             f"data.validation_every is {data.validation_every}, but nothing is held out",
-            "prepare the data with more --validation, or leave the key out",
+            "prepare the data with more --validation (a warning says if this does not help), or "
+            "leave the key out",
         )
     if task.validation is not None and not len(task.validation):
         raise ConfigError(

@@ -30,7 +30,7 @@ from hpc_train.data.tables.stage_rows import right_rows
 from hpc_train.data.tables.stages import finish_portion, portion_of_row
 from hpc_train.data.tables.table_files import RawRows, TablePortion, WrongPolicy, told_names
 from hpc_train.data.tables.table_request import TableOptions, TableRequest, table_request
-from hpc_train.errors import ConfigError, DataError
+from hpc_train.errors import ConfigError, DataError, some_of
 from hpc_train.training.predicted_rows import PREDICTION_SUFFIXES, PredictionColumns
 from hpc_train.training.table_losses import TableLoss, rows_not_finite
 from hpc_train.training.trained import TrainedModel
@@ -118,10 +118,10 @@ def plan_predictions(trained: TrainedModel, options: PredictOptions) -> Predicti
     first = list_tables(options.paths)[0]
     found = table_columns(first)
     for names, why in ((features.columns, "which the model reads"), (options.columns, "to copy")):
-        if missing := [name for name in names if name not in found]:
-            others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
+        if missing := [repr(name) for name in names if name not in found]:
+            what = "column" if len(missing) == 1 else "columns"
             raise DataError(
-                f"{first.path} has no column {missing[0]!r}{others}, {why}",
+                f"{first.path} has no {what} {some_of(missing, 5)}, {why}",
                 told_names(first, found),
             )
     schema = _schema(trained, features, found, options)

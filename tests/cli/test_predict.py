@@ -310,12 +310,12 @@ def test_predictions_that_were_stopped_continue(trained, tmp_path, monkeypatch):
 
 
 def test_mistakes_end_with_one_line(trained, tmp_path):
-    write_csv(tmp_path / "t.csv", {"color": ["red"], "day": ["2024-01-01"], "id": ["a"]})
+    write_csv(tmp_path / "t.csv", {"color": ["red"], "id": ["a"]})
     words = [str(trained), "t.csv", "--out", "p.parquet"]
     done = run(*hpc_train("predict", *words), cwd=tmp_path)
     assert done.returncode == 2
     assert only_line(done.stderr) == (
-        "t.csv has no column 'size', which the model reads: its columns are color, day, id"
+        "t.csv has no columns 'size', 'day', which the model reads: its columns are color, id"
     )
     done = run(*hpc_train("generate", str(trained)))
     assert done.returncode == 2
@@ -379,7 +379,7 @@ def test_options_that_do_not_fit_are_refused(trained, tmp_path):
         (DataError, "there.csv exists already", {"out": tmp_path / "there.csv"}),
         (DataError, "folder.csv is a folder", {"out": tmp_path / "folder.csv"}),
         (ConfigError, "--columns names 'prediction'", {"columns": ("prediction",)}),
-        (DataError, "no column 'b', nor 1 others, to copy", {"columns": ("b", "c")}),
+        (DataError, "no columns 'b', 'c', to copy", {"columns": ("b", "c")}),
         (DataError, "no scores to write, as it has no column 'kind'", {"scores": tmp_path / "s"}),
         (ConfigError, "--out and --scores are both .*p.csv: give two files", {"scores": out}),
         (ConfigError, "--scores and --no_scores", {"scores": tmp_path / "s", "score": False}),

@@ -64,20 +64,21 @@ def test_a_killed_preparation_continues(tmp_path):
 
 
 def test_a_schema_is_written_edited_and_used(tmp_path):
-    write_csv(tmp_path / "a.csv", made_table(200))
+    write_csv(tmp_path / "a.csv", table := made_table(200))
     words = ["prepare", "table", "a.csv"]
     found = run(*hpc_train(*words, "--target", "label", "--write_schema", "s.yaml"), cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[-1].startswith("s.yaml: 8 columns (")
     text = (tmp_path / "s.yaml").read_text().replace("who: categorical", "who: ignored")
     (tmp_path / "s.yaml").write_text(text)
+    write_csv(tmp_path / "a.csv", table | {"label": ["", *table["label"][1:]]})
     done = run(*hpc_train(*words, "--schema", "s.yaml", "--out", "out"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     made = read_table_manifest(tmp_path / "out")
     assert done.stdout.splitlines()[-1] == (
         f"out: {made.rows('train')} rows to train on, {made.rows('validation')} held out, "
         f"{len(made.features.numeric)} numeric and 1 categorical feature, target label of 3 "
-        "classes, 0 wrong rows and 0 others left out"
+        "classes, 0 wrong rows and 1 other left out (1 without a target)"
     )
     both = run(
         *hpc_train(*words, "--schema", "s.yaml", "--time", "when", "--out", "b"), cwd=tmp_path

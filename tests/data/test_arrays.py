@@ -384,7 +384,11 @@ def test_boxes_with_gaps_are_read_in_one_call_or_run_by_run(tmp_path, here, monk
         ("chunked", {"tile": Tile((0,))}, "is not possible"),
         (["chunked", "label"], {}, "different shapes.* give stack=False"),
         (["chunked", "short"], {"stack": False}, "different numbers of rows"),
-        ("text", {}, "variable text: its type is object. Only whole numbers and floats are read"),
+        (
+            "text",
+            {},
+            "variable text: its texts have no fixed length. Only whole numbers and floats are read",
+        ),
         ("scalar", {}, "it has no axes"),
         ("compact", {}, "in its header"),
         ("lzf", {}, r"variable lzf .*: its filter lzf \(32000\) is not supported: write it with"),

@@ -7,6 +7,7 @@ import logging
 from datetime import date
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from hpc_train.data.tables.infer import infer_schema
 from hpc_train.data.tables.sources import list_tables
 from hpc_train.errors import DataError
+from tests.data.prepared import write_csv
 
 COUNT = 200
 
@@ -67,6 +69,38 @@ def test_kinds_are_found_in_the_texts_of_a_csv_file(table, caplog):
     assert "column 'empty' is ignored" in caplog.text
     assert "column 'mixed' is numeric, but some values are not, as '?'" in caplog.text
     assert "column 'holes' is categorical, because '-' is no number, as all its" in caplog.text
+    assert "counts as a missing value" not in caplog.text
+
+
+def test_only_where_a_file_has_no_nulls_texts_count_as_missing_and_are_told(tmp_path, caplog):
+    named = ["None", "mild", "NA", "severe"] * 50
+    table = {"grade": named, "country": named[::-1], "x": ["1", "NA"] * 100}
+    write_csv(tmp_path / "a.csv", table)
+    np.savez(tmp_path / "a.npz", **table)
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    for name in ("a.csv", "a.npz"):
+        caplog.clear()
+        schema = infer_schema(list_tables([tmp_path / name]), targets=["grade"])
+        assert {"", "NA", "None"} < {*schema.missing}
+        assert schema.kind("x") == "numeric"
+        for text in ("None", "NA"):
+            has = f"column 'grade', column 'country' have the text '{text}', which counts as a mis"
+            assert has in caplog.text
+        assert "'x'" not in caplog.text
+    caplog.clear()
+    assert infer_schema(list_tables([tmp_path / "a.parquet"]), targets=["grade"]).missing == ("",)
+    assert not caplog.records
+
+
+def test_the_index_of_a_pandas_table_is_no_feature_but_may_have_a_role(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "hpc_train")
+    frame = pd.DataFrame({"x": np.arange(40.0), "__index_level_7__": range(40)})
+    frame.sample(frac=1.0, random_state=0).to_parquet(tmp_path / "a.parquet")
+    files = list_tables([tmp_path / "a.parquet"])
+    wanted = {"x": "numeric", "__index_level_7__": "numeric", "__index_level_0__": "ignored"}
+    assert kinds(infer_schema(files)) == wanted
+    assert "column '__index_level_0__' is ignored: it is the index of a pandas" in caplog.text
+    assert infer_schema(files, time="__index_level_0__").kind("__index_level_0__") == "numeric"
 
 
 def test_kinds_are_those_of_the_types_of_parquet(tmp_path, caplog):
@@ -107,8 +141,11 @@ def test_kinds_are_those_of_the_types_of_parquet(tmp_path, caplog):
         ([], "none", "numeric"),
     ],
 )
-def test_the_task_is_that_of_the_target(table, targets, task, kind):
+def test_the_task_is_that_of_the_target(table, targets, task, kind, caplog):
+    caplog.set_level(logging.INFO, "hpc_train")
     schema = infer_schema(list_tables([table]), targets=targets)
+    told = "class has 3 different whole numbers: they are taken as classes" in caplog.text
+    assert told == (targets == ["class"])
     assert schema.task == task
     assert all(schema.kind(name) == kind for name in targets)
 

@@ -134,7 +134,7 @@ def test_held_out_rows_decide_nothing(tmp_path_factory, seed, role):
     one, two = (rows_of(tmp_path / name, "train").tobytes() for name in ("one", "two"))
     assert one == two
     assert again.rows("validation") == 0  # no training row has their class
-    assert again.left_out == out.sum()
+    assert again.left_out == {"class": out.sum()}
 
 
 def kept_groups(tmp_path, table):
@@ -177,15 +177,36 @@ def test_the_latest_rows_are_held_out(tmp_path):
 
 def test_rows_without_a_role_are_left_out(tmp_path):
     table = made_table(100)
-    for name, place in (("label", 3), ("who", 4), ("value", 5)):
+    for name, place in (("label", 3), ("who", 3), ("who", 4), ("value", 5)):
         table[name][place] = ""
     path = write_csv(tmp_path / "a.csv", table)
     table["value"] = [abs(one) if one != "" else "" for one in table["value"]]
     write_csv(path, table)
     made = prepared(path, tmp_path / "out", group="who", weight="value")
-    assert made.left_out == 3
+    assert made.left_out == {"target": 1, "group": 1, "weight": 1}
     assert made.rows("train") + made.rows("validation") == 97
     assert rows_of(tmp_path / "out", "train")["weight"].mean() == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "role", "why"),
+    [
+        ({"label": [f"l{n}" for n in range(60)]}, {}, "all 6 rows for it have classes that no"),
+        ({"who": ["b", "d"] * 30}, {"group": "who"}, "all groups are in training"),
+        ({"when": [1] * 60}, {"time": "when"}, "too many rows have the latest time"),
+        ({}, {"options": TableOptions(validation=1e-9)}, "the rows are few; give more --valid"),
+        ({}, {"options": TableOptions(validation=0)}, ""),
+    ],
+)
+def test_where_nothing_is_held_out_a_warning_says_why(tmp_path, caplog, change, role, why):
+    path = write_csv(tmp_path / "a.csv", made_table(60) | change)
+    made = prepared(path, tmp_path / "out", **role)
+    assert made.rows("validation") == 0
+    told = [one for one in caplog.messages if "nothing is held out" in one]
+    assert len(told) == bool(why)
+    assert all(f"nothing is held out for validation: {why}" in one for one in told)
+    of_class = 60 - made.rows("train") if "label" in change else 0
+    assert made.left_out == ({"class": of_class} if of_class else {})
 
 
 def test_a_schema_edited_by_hand_decides(tmp_path):
@@ -208,6 +229,12 @@ def test_names_in_a_schema_are_texts_and_each_is_there_once():
         with pytest.raises(DataError, match=cause):
             parse_schema(f"{{columns: {columns}, task: none}}")
     assert parse_schema("{columns: {1: numeric}, task: none}").kind("1") == "numeric"
+
+
+def test_a_schema_without_missing_texts_has_those_of_the_files():
+    text = "{columns: {x: numeric}, task: none"
+    assert parse_schema(f"{text}}}", [""]).missing == ("",)
+    assert parse_schema(f"{text}, missing: ['?']}}", [""]).missing == ("?",)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,8 @@ def test_a_manifest_is_read_back(folder):
     made = read_table_manifest(folder)
     assert parse_table_manifest(json.loads(made.to_json())) == made
     assert read_any_manifest(folder) == made
+    older = replace(made, left_out=7)  # it had the sum of all reasons
+    assert parse_table_manifest(json.loads(older.to_json())) == older
 
 
 def leaves(tree, path=()):
@@ -73,6 +76,8 @@ def test_wrong_values_are_refused_even_with_their_hash(folder):
         (lambda tree: tree["features"]["numeric"].pop(), "end behind the end|hash"),
         (lambda tree: tree["splits"]["train"][0].update(rows=0), "rows is 0"),
         (lambda tree: tree["schema"]["columns"].update(word="noun"), "kind 'noun'"),
+        (lambda tree: tree["left_out"].update(more=1), "left_out has the unknown key 'more'"),
+        (lambda tree: tree["left_out"].update(group=-1), "left_out is -1"),
         (lambda tree: tree.update(more=1), "unknown key 'more'"),
         (lambda tree: tree.update(format="hpc_train.table/9"), "format is 'hpc_train.table/9'"),
     ],

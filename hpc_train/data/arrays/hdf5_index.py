@@ -164,8 +164,11 @@ def _check_number(dtype: np.dtype[Any], kind: Any) -> None:
     import h5py
 
     if dtype.itemsize not in WIDTHS.get(dtype.kind, ()):
+        told = f"its type is {str(dtype)[:80]}"
+        if h5py.check_string_dtype(dtype) is not None:  # fixed ones are no object
+            told = "its texts have no fixed length"
         raise _Refused(
-            f"its type is {str(dtype)[:80]}. Only whole numbers and floats are read, and in tables "
+            f"{told}. Only whole numbers and floats are read, and in tables "
             "texts of fixed length, such as type S20"
         )
     if not kind.equal(h5py.h5t.py_create(dtype)):

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a member of an archive: signature, two lengths
 SKIPPED_BYTES = 1 << 20
+TOLD_OTHERS = 5  # datasets that are no columns
+TO_COLUMNS = "write each column as one dataset of numbers or of texts of fixed length"
 DAMAGES = (
     ValueError, SyntaxError, TypeError, KeyError, zipfile.BadZipFile, zlib.error, EOFError,
     NotImplementedError, RuntimeError, IndexError, tokenize.TokenError, OverflowError, MemoryError,
@@ -151,17 +153,23 @@ def _hdf5(file: TableFile) -> _Hdf5Table:
     flat = {name: one for name, one in index.variables.items() if len(one.shape) == 1}
     tables = {name: one for name, one in flat.items() if one.dtype.kind == "V"}
     used = tables or flat
+    others = refused | {
+        name: f"it has {len(one.shape)} axes" if name not in flat else "it is no field of the table"
+        for name, one in index.variables.items()
+        if name not in used
+    }
+    told = [f"{name}: {reason[:300]}" for name, reason in [*others.items()][:TOLD_OTHERS]]
+    told += [f"and {len(others) - TOLD_OTHERS} more"] * (len(others) > TOLD_OTHERS)
+    why = "; ".join(told) or "none"
     if not used:
-        why = "; ".join(f"{name}: {reason}" for name, reason in [*refused.items()][:5])
         raise DataError(
-            f"{file.path} has no dataset of one axis that can be read ({why[:500] or 'none'})",
-            "write each column as one dataset of numbers or of texts of fixed length",
+            f"{file.path} has no dataset of one axis that can be read ({why})", TO_COLUMNS
         )
     if len(tables) > 1 or len({one.shape for one in used.values()}) != 1:
         what = "several tables" if tables else "datasets of one axis and different lengths"
         raise DataError(f"{file.path} has {what}: {', '.join(used)}", "give files of one table")
-    if others := [name for name in [*index.variables, *refused] if name not in used]:
-        logger.info("%s: these datasets are no columns: %s", file.path, ", ".join(others))
+    if others:
+        logger.info("%s: these datasets are no columns (%s); %s", file.path, why, TO_COLUMNS)
     named: list[tuple[str, tuple[str, str | None, int | None]]] = []
     folders = {name.rpartition("/")[0] for name in used}
     for name, one in used.items():

@@ -294,6 +294,8 @@ def _floats(pa: Any, array: Any) -> npt.NDArray[np.float64]:
         found = array.to_numpy(zero_copy_only=False)
         if not array.null_count:
             return found.astype(np.float64)  # type: ignore[no-any-return]
+    if pa.types.is_decimal(array.type):
+        array = array.cast(pa.string())  # Arrow's own cast to a float rounds twice
     # Without `safe=False` whole numbers that no float is equal to would be refused.
     cast = array.cast(pa.float64(), safe=False)
     return cast.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -17,11 +17,11 @@ from hpc_train.data.tables.array_source import sample_arrays
 from hpc_train.data.tables.conversion import TRUTH, ColumnValues, from_array, from_arrow
 from hpc_train.data.tables.csv_sample import sample_csv
 from hpc_train.data.tables.features import Categories
-from hpc_train.data.tables.parquet_source import sample_parquet
+from hpc_train.data.tables.parquet_source import sample_parquet, unnamed_index
 from hpc_train.data.tables.schema import MISSING, Column, ColumnKind, TableSchema, TableTask
 from hpc_train.data.tables.sources import table_columns
 from hpc_train.data.tables.table_files import TableFile, check_names, told_names
-from hpc_train.errors import DataError
+from hpc_train.errors import DataError, some_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,27 +37,43 @@ _Stored = Literal["text", "number", "truth", "date", "other"]
 class _Sampled:
     """What samples have of a column: how it is stored, and how often it has each text.
 
-    `unread` says why its values are not read; it is "" if they are.
+    `lost` has the texts that stand for a missing value, but the empty one. `unread` says why its
+    values are not read; it is "" if they are.
     """
 
     stored: set[_Stored] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
+    lost: set[str] = field(default_factory=set)
     unread: str = ""
 
     def count(self, convert: Callable[..., ColumnValues], array: Any) -> None:
         """Count the texts of an array, or note why it is not read."""
         try:
-            raw = convert(array, "categorical", MISSING).raw
+            raw = convert(array, "categorical", ()).raw
         except DataError as error:
             self.unread = error.cause.removesuffix(", not categorical")
             return
         assert isinstance(raw, Categories)
         self.counts.update(text for text in raw.texts().tolist() if text is not None)
 
+    def lose(self, missing: Sequence[str]) -> None:
+        """Take the texts that stand for a missing value from the counted ones."""
+        for text in [text for text in self.counts if text.strip() in missing]:
+            del self.counts[text]
+            self.lost |= {text.strip()} - {""}
+
     def share(self, check: Callable[[str], bool]) -> float:
         """The share of the values that pass a check."""
         total = self.counts.total()
         return sum(n for text, n in self.counts.items() if check(text)) / total if total else 0.0
+
+
+def usual_missing(files: Sequence[TableFile]) -> tuple[str, ...]:
+    """The texts that stand for a missing value in files for which nobody has said it.
+
+    In Parquet a missing value is null, so only the empty text is one of them.
+    """
+    return ("",) if all(file.format == "parquet" for file in files) else MISSING
 
 
 def infer_schema(
@@ -98,7 +114,10 @@ def infer_schema(
     step = -(-len(files) // SAMPLED_TABLES)
     for file in files[::step]:
         _sample(file, sampled)
-    kinds = {name: _kind(column) for name, column in sampled.items()}
+    missing, roles = usual_missing(files), {*targets, group, time, weight}
+    for column in sampled.values():
+        column.lose(missing)
+    kinds = {name: _kind(column, used=name in roles) for name, column in sampled.items()}
     for name in targets:
         if name not in names:
             raise DataError(f"the table has no column {name!r}", told_names(files[0], names))
@@ -106,9 +125,9 @@ def infer_schema(
         task = _task(kinds, sampled, targets)
     _suit_roles(kinds, names, {"group": group, "time": time, "weight": weight})
     _suit_targets(kinds, targets, task)
-    roles = {*targets, group, time, weight}
     for name, kind in kinds.items():
         _tell(name, kind, sampled[name], used=name in roles)
+    _tell_lost({n: sampled[n].lost for n, kind in kinds.items() if kind == "categorical"}, roles)
     return TableSchema(
         columns=tuple(Column(name=name, kind=kind) for name, kind in kinds.items()),
         task=task,
@@ -116,24 +135,26 @@ def infer_schema(
         group=group,
         time=time,
         weight=weight,
+        missing=missing,
     )
 
 
 def _sample(file: TableFile, sampled: dict[str, _Sampled]) -> None:
     """Add the samples of a file to those of its columns."""
-    missing = frozenset(MISSING)
     if file.format == "csv":
         names, blocks = sample_csv(file)
         for block in blocks:
             for name, column in zip(names, zip(*block, strict=True), strict=False):
                 sampled[name].stored.add("text")
-                sampled[name].counts.update(t for t in column if t.strip() not in missing)
+                sampled[name].counts.update(column)
     elif file.format == "parquet":
         names, batches = sample_parquet(file)
         for batch in batches:
             for name, array in zip(names, batch.columns, strict=True):
                 sampled[name].stored.add(_stored_arrow(array.type))
                 sampled[name].count(from_arrow, array)
+        for name in unnamed_index(file):
+            sampled[name].unread = "is the index of a pandas table, which has no name there"
     else:
         kinds: dict[str, _Stored] = {"b": "truth", "M": "date", "S": "text", "U": "text"}
         for name, array in sample_arrays(file).items():
@@ -154,8 +175,8 @@ def _stored_arrow(of: Any) -> _Stored:
     return "other" if pa.types.is_nested(of) else "text"
 
 
-def _kind(column: _Sampled) -> ColumnKind:
-    if not column.counts:
+def _kind(column: _Sampled, *, used: bool) -> ColumnKind:
+    if not column.counts or (column.unread and not used):
         return "ignored"
     if column.stored <= {"number", "truth"}:
         return "numeric"
@@ -196,6 +217,13 @@ def _task(
     if column.counts and all(text.strip().lower() in TRUTH for text in column.counts):
         return "classification"
     whole = len(column.counts) <= MOST_CLASSES and all(_is_whole(text) for text in column.counts)
+    if whole and len(column.counts) > len(TRUTH):
+        logger.info(
+            "%s has %d different whole numbers: they are taken as classes; if they are counts or "
+            "amounts, give --task regression",
+            targets[0],
+            len(column.counts),
+        )
     return "classification" if whole else "regression"
 
 
@@ -238,7 +266,10 @@ def _tell(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> None:
     """Log what a person may want to change in the schema."""
     total, different = column.counts.total(), len(column.counts)
     odd = [text for text in column.counts if not _is_number(text)]
-    if kind in ("categorical", "ignored") and len(odd) == 1 < different - 1 and not used:
+    if kind == "ignored" and (column.unread or not total):
+        why = column.unread or "has no value in the samples"
+        logger.info("column %r is ignored: it %s", name, why)
+    elif kind in ("categorical", "ignored") and len(odd) == 1 < different - 1 and not used:
         logger.info(
             "column %r is %s, because %.40r is no number, as all its other values are; if it "
             "stands for a missing value, add it to `missing` in the schema",
@@ -246,9 +277,6 @@ def _tell(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> None:
             kind,
             odd[0],
         )
-    elif kind == "ignored" and not total:
-        why = column.unread or "has no value in the samples"
-        logger.info("column %r is ignored: it %s", name, why)
     elif kind == "ignored":
         logger.info(
             "column %r is ignored: %d of its %d sampled values are different texts, so they may be "
@@ -261,3 +289,19 @@ def _tell(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> None:
         check = _is_number if kind == "numeric" else _is_date
         if wrong := [text for text in column.counts if not check(text)]:
             logger.info("column %r is %s, but some values are not, as %.40r", name, kind, wrong[0])
+
+
+def _tell_lost(lost: Mapping[str, set[str]], roles: Collection[str | None]) -> None:
+    """Warn of texts in columns of categories that count as missing, as they may be categories."""
+    columns: dict[str, list[str]] = {}
+    for name in sorted(lost, key=lambda name: name not in roles):
+        for text in sorted(lost[name]):
+            columns.setdefault(text, []).append(f"column {name!r}")
+    for text, names in columns.items():
+        logger.warning(
+            "%s %s the text %r, which counts as a missing value; if it is a value, take it out of "
+            "`missing` in the schema, which --write_schema writes",
+            some_of(names),
+            "has" if len(names) == 1 else "have",
+            text,
+        )

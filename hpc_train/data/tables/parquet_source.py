@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +27,7 @@ from hpc_train.data.tables.wrong_rows import judged_batches
 from hpc_train.errors import DataError
 
 COLUMN_BYTES = 1 << 20  # of a column that are read at once
+UNNAMED_INDEX = re.compile(r"__index_level_\d+__")  # as pandas calls it
 LARGEST_GROUP = 1 << 40  # rows or bytes; a footer that claims more is damaged
 
 
@@ -65,6 +68,21 @@ def _names(file: TableFile, opened: Any) -> list[str]:
     names = list(opened.schema_arrow.names)
     check_names(file, names, names)
     return names
+
+
+def unnamed_index(file: TableFile) -> list[str]:
+    """The columns of a Parquet file that are the index of a pandas table and have no own name.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    with _opened(file) as opened:
+        about = (opened.schema_arrow.metadata or {}).get(b"pandas", b"{}")
+        try:
+            index = [*json.loads(about).get("index_columns", ())]
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return []
+        return [n for n in opened.schema_arrow.names if UNNAMED_INDEX.fullmatch(n) and n in index]
 
 
 def _groups(file: TableFile, opened: Any) -> tuple[list[int], list[int]]:

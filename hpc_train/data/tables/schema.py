@@ -7,7 +7,7 @@ back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -128,8 +128,12 @@ class TableSchema:
         return {key: list(v) if isinstance(v, tuple) else v for key, v in tree.items()}
 
 
-def parse_schema(text: str) -> TableSchema:
+def parse_schema(text: str, missing: Sequence[str] = MISSING) -> TableSchema:
     """Make a schema from the text of its file.
+
+    Args:
+        text: the text.
+        missing: texts that stand for a missing value if the file does not have the key.
 
     Raises:
         DataError: the text is not a schema. The message names what is wrong.
@@ -142,7 +146,7 @@ def parse_schema(text: str) -> TableSchema:
         place = f", line {mark.line + 1}" if mark else ""
         raise DataError(f"the schema is not YAML{place}: {said}", "mend the file") from None
     _check_once(text)
-    return schema_of_tree(tree)
+    return schema_of_tree({"missing": [*missing], **tree} if isinstance(tree, dict) else tree)
 
 
 def _check_once(text: str) -> None:

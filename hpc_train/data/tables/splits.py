@@ -19,6 +19,7 @@ from hpc_train.data.tables.schema import TableSchema
 from hpc_train.seeds import GAMMA, scramble
 
 TRAIN, HELD_OUT, LEFT_OUT = 0, 1, 2
+NEEDED_ROLES = ("target", "group", "time", "weight")  # a row without one has LEFT_OUT + its place
 SPLIT_SEED, SAMPLE_SEED, GROUP_SEED = (np.uint64(number) for number in (1, 2, 3))
 
 
@@ -83,12 +84,10 @@ class RowSplit:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that it looks at."""
-        of = self.schema
-        every = [*of.targets, *(n for n in (of.group, of.time, of.weight) if n is not None)]
-        return tuple(dict.fromkeys(every))
+        return tuple(name for names in self._of_roles() for name in names)
 
     def of(self, key: int, numbers: np.ndarray, columns: RawColumns) -> npt.NDArray[np.int8]:
-        """TRAIN, HELD_OUT or LEFT_OUT for each row, int8 (N,).
+        """TRAIN, HELD_OUT, or for the first role that is missing LEFT_OUT + its place, int8 (N,).
 
         Args:
             key: the key of the rows' portion.
@@ -96,9 +95,15 @@ class RowSplit:
             columns: their values; at least those of `columns`.
         """
         found = np.where(self._held_out(key, numbers, columns), HELD_OUT, TRAIN).astype(np.int8)
-        for name in self.columns:
-            found[is_missing(columns[name])] = LEFT_OUT
+        for place, names in reversed([*enumerate(self._of_roles())]):
+            for name in names:
+                found[is_missing(columns[name])] = LEFT_OUT + place
         return found
+
+    def _of_roles(self) -> tuple[tuple[str, ...], ...]:
+        """The columns of each role."""
+        of = self.schema
+        return of.targets, *((n,) if n is not None else () for n in (of.group, of.time, of.weight))
 
     def _held_out(self, key: int, numbers: np.ndarray, columns: RawColumns) -> Any:
         if self.schema.time is not None:

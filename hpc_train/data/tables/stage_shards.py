@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,8 @@ from hpc_train.data.tables.row_files import lost_rows, read_batches
 from hpc_train.data.tables.schema import TableSchema
 from hpc_train.data.tables.splits import (
     HELD_OUT,
+    LEFT_OUT,
+    NEEDED_ROLES,
     SAMPLE_SEED,
     TRAIN,
     RowSplit,
@@ -39,11 +42,18 @@ from hpc_train.data.tables.stages import (
     stage_entries,
 )
 from hpc_train.data.tables.statistics import PortionStatistics, sampled_share, smallest, summary_of
-from hpc_train.data.tables.table_manifest import TableManifest, TableShard, row_type
+from hpc_train.data.tables.table_manifest import (
+    UNKNOWN_CLASS,
+    TableManifest,
+    TableShard,
+    row_type,
+)
 from hpc_train.data.tables.table_request import TableRequest
 from hpc_train.data.tables.targets import encode_target
 from hpc_train.data.tables.write_table import encode_rows, write_table_shard
 from hpc_train.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -279,8 +289,34 @@ def table_manifest_of(preparation: Preparation[RowsRecipe]) -> TableManifest:
     for name, entry in zip(names, shards, strict=True):
         split = name.partition("-")[0]
         splits[split] = (*splits.get(split, ()), TableShard(**entry["shard"]))
-    trees = [entry["statistics"] for entry in statistics]
-    read = sum(entry["rows"] for entry in rows)
-    kept = sum(sum(counts) for counts in _row_counts(recipe.features, trees).values())
     wrong = sum(entry["wrong"] for entry in rows)
-    return TableManifest(recipe.request.schema, recipe.features, wrong, read - kept, splits)
+    left_out = _left_out(recipe.features, [entry["statistics"] for entry in statistics])
+    made = TableManifest(recipe.request.schema, recipe.features, wrong, left_out, splits)
+    if recipe.request.options.validation and not made.rows("validation"):
+        logger.warning("nothing is held out for validation: %s", _why_none(made.schema, left_out))
+    return made
+
+
+def _left_out(features: TableFeatures, trees: Sequence[Any]) -> dict[str, int]:
+    """How many rows were left out for each reason, as the manifest has it."""
+    rows = np.sum([tree["rows"] for tree in trees], 0).tolist()
+    known = sum(_row_counts(features, trees)["validation"])
+    counts = [
+        *zip(NEEDED_ROLES, rows[LEFT_OUT:], strict=True),
+        (UNKNOWN_CLASS, rows[HELD_OUT] - known),
+    ]
+    return {reason: count for reason, count in counts if count}
+
+
+def _why_none(schema: TableSchema, left_out: Mapping[str, int]) -> str:
+    """Why no row is held out, with what can be done."""
+    if UNKNOWN_CLASS in left_out:
+        return (
+            f"all {left_out[UNKNOWN_CLASS]} rows for it have classes that no training row has; "
+            f"{schema.targets[0]} may be no target of a classification"
+        )
+    if schema.group is not None:
+        return "all groups are in training, as may be if they are few; give more --validation"
+    if schema.time is not None:
+        return "too many rows have the latest time; give more --validation or another --time"
+    return "the rows are few; give more --validation"

@@ -30,6 +30,7 @@ from hpc_train.data.tables.schema import TableSchema
 from hpc_train.data.tables.splits import (
     HELD_OUT,
     LEFT_OUT,
+    NEEDED_ROLES,
     SAMPLE_SEED,
     TRAIN,
     RowSplit,
@@ -135,7 +136,7 @@ class PortionStatistics:
         self.texts: dict[str, dict[str, int]] = {name: {} for name in texts}
         self.missing = dict.fromkeys(texts, 0)
         self.hashes: list[np.ndarray] = []
-        self.rows = [0, 0, 0]  # TRAIN, HELD_OUT and LEFT_OUT
+        self.rows = np.zeros(LEFT_OUT + len(NEEDED_ROLES), np.int64)  # by what `RowSplit.of` says
         self.targets = [NumberColumn() for _ in self._number_targets()]
         self.weights = NumberColumn()
         self.classes: tuple[dict[str, int], dict[str, int]] = {}, {}  # of TRAIN and of HELD_OUT
@@ -155,8 +156,7 @@ class PortionStatistics:
             DataError: the target has too many classes.
         """
         where = self.split.of(key, numbers, columns)
-        for split in (TRAIN, HELD_OUT, LEFT_OUT):
-            self.rows[split] += int((where == split).sum())
+        self.rows += np.bincount(where, minlength=len(self.rows))
         if self.schema.task == "classification":
             [name] = self.schema.targets
             for split in (TRAIN, HELD_OUT):
@@ -187,7 +187,7 @@ class PortionStatistics:
         """
         hashes = np.concatenate([*self.hashes, np.empty(0, np.uint64)])
         tree: dict[str, Any] = {
-            "rows": self.rows,
+            "rows": self.rows.tolist(),
             "hashes": write_array(file, hashes),
             "numbers": [_number_tree(one, file) for one in self.numbers],
             "texts": {},

@@ -33,11 +33,13 @@ from hpc_train.data.manifest import (
 )
 from hpc_train.data.tables.features import DATE_PARTS, FIRST_CODE, TableFeatures, TargetValues
 from hpc_train.data.tables.schema import TableSchema, schema_of_tree
+from hpc_train.data.tables.splits import NEEDED_ROLES
 from hpc_train.errors import DataError
 
 TABLE_FORMAT = "hpc_train.table/1"
 WORD_BYTES = 4
 MOST_WORDS = 1 << 20  # of a row
+UNKNOWN_CLASS = "class"  # the reason for which held-out rows are left out
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,16 @@ class TableManifest:
         schema: its schema.
         features: its features and its target.
         wrong: number of rows that were left out because a value is wrong.
-        left_out: number of rows that were left out because their target, group, time or weight is
-            missing, or because they are held out and no training row has their class.
+        left_out: number of rows that were left out for each reason: because their "target",
+            "group", "time" or "weight" is missing, or because they are held out and no training row
+            has their "class". Older manifests have the sum alone.
         splits: the shards of "train" and, if rows are held out, of "validation".
     """
 
     schema: TableSchema
     features: TableFeatures
     wrong: int
-    left_out: int
+    left_out: Mapping[str, int] | int
     splits: Mapping[str, tuple[TableShard, ...]]
 
     def rows(self, split: str) -> int:
@@ -195,13 +198,21 @@ def parse_table_manifest(tree: Any) -> TableManifest:
     except DataError as error:
         raise ValueError(error.cause) from None
     _check_features(features, schema)
-    for key in ("wrong", "left_out"):
-        check_number(key, tree[key], 0, LARGEST_SIZE)
+    check_number("wrong", tree["wrong"], 0, LARGEST_SIZE)
+    _check_left_out(tree["left_out"])
     dtype = f"V{row_type(features).itemsize}"
     shards = parse_splits(tree["splits"], TableShard, dtype)
     manifest = TableManifest(schema, features, tree["wrong"], tree["left_out"], shards)
     check_hash(tree, manifest.digest)
     return manifest
+
+
+def _check_left_out(value: Any) -> None:
+    counts = value if isinstance(value, dict) else {NEEDED_ROLES[0]: value}
+    for reason, count in counts.items():
+        check_number("left_out", count, 0, LARGEST_SIZE)
+        if reason not in (*NEEDED_ROLES, UNKNOWN_CLASS):
+            raise ValueError(f"left_out has the unknown key {short_value(reason)}")
 
 
 def _check_features(features: TableFeatures, schema: TableSchema) -> None:
