@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from hpc_train import files
 from hpc_train.checkpoint.fileformat import FileMap
@@ -150,6 +151,7 @@ class Listed:
         written: when the file was changed last, in local time.
         damage: how its header is damaged, or "".
         finite: whether all its trained parameters are finite.
+        loss: the validation loss of its step, where known. `checkpoint.keep_best` ranks by it.
     """
 
     path: Path
@@ -157,6 +159,7 @@ class Listed:
     written: datetime
     damage: str
     finite: bool = True
+    loss: float | None = None
 
 
 def listed(run: Path) -> list[Listed]:
@@ -172,21 +175,25 @@ def listed(run: Path) -> list[Listed]:
 
 
 def _listed(path: Path) -> Listed:
-    damage, finite = "", True
+    damage = ""
+    saved: dict[str, Any] = {}
     try:
         layout, _ = read_header(path)
-        finite = _is_finite(path, layout)
+        saved = _unverified_state(path, layout)
     except (CheckpointError, CheckpointMismatch) as error:
         damage = error.cause.removeprefix(f"checkpoint {path}: ")
     status = path.stat()
     written = datetime.fromtimestamp(status.st_mtime)
-    return Listed(path, status.st_size, written, damage, finite)
+    finite, score = saved.get("finite", True) is True, saved.get("score")
+    loss = score if isinstance(score, float) else None
+    return Listed(path, status.st_size, written, damage, finite, loss)
 
 
-def _is_finite(path: Path, layout: FileMap) -> bool:
-    """Whether the state records finite numbers. It is read without being verified."""
+def _unverified_state(path: Path, layout: FileMap) -> dict[str, Any]:
+    """The values that are not tensors, as they are in the file; none if they cannot be read."""
     entry = layout.entries[-2]  # the state
-    with suppress(OSError, ValueError, AttributeError), files.opened(path) as descriptor:
+    with suppress(OSError, ValueError), files.opened(path) as descriptor:
         size, begin = entry.end - entry.begin, layout.data_start + entry.begin
-        return json.loads(files.read_at(descriptor, size, begin)).get("finite", True) is True
-    return True
+        tree = json.loads(files.read_at(descriptor, size, begin))
+        return tree if isinstance(tree, dict) else {}
+    return {}

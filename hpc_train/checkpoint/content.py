@@ -158,6 +158,7 @@ class Content:
         collectives: of all ranks that train.
         identity: what a resumed run must have in common with a checkpoint, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
+        where: where the data of this run is, in words; "" if that is not known.
 
     Raises:
         UserError: a checkpoint cannot hold all of it.
@@ -169,11 +170,12 @@ class Content:
         collectives: Collectives,
         identity: Mapping[str, Any],
         about: Mapping[str, Any],
+        where: str,
     ) -> None:
         self.trained, self.more = trained, trained.extra
         self.group = group = collectives.group
         self.replica, self.alike = trained.replica, trained.alike or collectives
-        self.identity, self.about = identity, about
+        self.identity, self.about, self.where = identity, about, where
         self.plans = Plans(group, self.replica)
         self._holdings = Holdings(trained)
         self._values: dict[str, Any] = {}  # of all optimizers of a replica
@@ -357,9 +359,10 @@ class Content:
                     lists = [sorted(map(str, one)) for one in both if isinstance(one, list)]
                     same = len(lists) == 2 and lists[0] == lists[1]
                     what = "the same data in another order" if same else "other data"
+                    than = f" than {self.where}" if self.where else ""
                     raise CheckpointMismatch(
-                        f"{path} was made from {what}: its manifest has the hash {saved[key]}, "
-                        f"the one of this run {mine}",
+                        f"{path} was made from {what}{than}: the manifest of its data had the hash "
+                        f"{saved[key]}, here it is {mine}",
                         "set data.path back, or start anew in another directory",
                     )
                 raise CheckpointMismatch(

@@ -58,6 +58,7 @@ class Checkpoints:
         policy: how it is saved, and which checkpoints are kept.
         identity: what a resumed run must have in common with a checkpoint, by configuration key.
         about: what a reader of the file needs to use the model, as plain JSON values.
+        where: where the data of this run is, in words, for errors.
 
     Raises:
         ConfigError: the engine writes through MPI-IO, and the process runs without MPI or saves in
@@ -75,6 +76,7 @@ class Checkpoints:
         *,
         identity: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
+        where: str = "",
     ) -> None:
         self._engines = EngineChoice(policy.engine, collectives.group, background=policy.background)
         self.directory = Path(directory)
@@ -82,7 +84,7 @@ class Checkpoints:
         self.state, self.policy = state, policy
         name = type(state.optimizer).__name__.lower()
         self.identity = {**(identity or {}), "optimizer.name": name}
-        self._content = Content(state, collectives, self.identity, about or {})
+        self._content = Content(state, collectives, self.identity, about or {}, where)
         self.saved_step = 0
         self.save_seconds = 0.0
         """Seconds that the last save took; 0 before the first one of this process."""

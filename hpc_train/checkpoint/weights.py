@@ -267,7 +267,7 @@ def _converted(
         name, change = known
         try:  # a tensor without content tells the shape
             forms[name] = word, tuple(change(torch.empty(shape, device="meta")).shape)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError, TypeError) as error:
             cause = f"{source.path}: {theirs} has the shape {list(shape)}"
             raise CheckpointMismatch(f"{cause} ({error})") from None
         reads[name] = theirs, change

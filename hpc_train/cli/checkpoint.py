@@ -32,7 +32,10 @@ def options() -> Parser:
     actions = made.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
     source = "a checkpoint file, or a run directory for its newest checkpoint"
     several = actions.add_parser(
-        "list", help="list the checkpoints of a run", description="List the checkpoints of a run."
+        "list",
+        help="list the checkpoints of a run",
+        description="List the checkpoints of a run, the newest first. A checkpoint of a step with "
+        "a validation has the validation loss. If several have one, the lowest is the best.",
     )
     several.add_argument("run", metavar="RUN", help="a run directory")
     verify = actions.add_parser(
@@ -54,7 +57,8 @@ def options() -> Parser:
     diff.add_argument("--all", action="store_true", help="show all differences")
     export = actions.add_parser(
         "export",
-        help="write the model as safetensors or as a torch state dict",
+        help="write the model for other programs: as safetensors, as a torch state dict, as a "
+        "GPT-2, or its adapters for PEFT",
         description="Write the model's tensors alone.",
     )
     export.add_argument("checkpoint", help=source)
@@ -100,10 +104,16 @@ def show_list(run: str) -> int:
     """Print the checkpoints of a run directory; no tensor is read."""
     from hpc_train.checkpoint.catalogue import listed
 
-    for found in listed(Path(run)):
+    every = listed(Path(run))
+    losses = {found.path: found.loss for found in every if found.loss is not None}
+    # A single one is not compared with any. Of equal ones the newest is the best.
+    best = min(losses, key=losses.__getitem__) if len(losses) > 1 else None
+    for found in every:
         complete = "complete" if found.finite else "complete, but with numbers that are not finite"
         size, when = f"{found.nbytes / 2**20:.1f} MiB", f"{found.written:%Y-%m-%d %H:%M}"
-        print(f"{found.path.name}  {size:>12}  {when}  {found.damage or complete}")
+        loss = f"  validation loss {found.loss:.5g}" if found.path in losses else ""
+        mark = "  best" if found.path == best else ""
+        print(f"{found.path.name}  {size:>12}  {when}  {found.damage or complete}{loss}{mark}")
     return 0
 
 

@@ -9,7 +9,13 @@ from typing import Protocol
 from hpc_train.errors import DataError, SetupError
 
 BYTES = "bytes"
-END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
+END_OF_TEXT = (
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "[SEP]",
+    "<|end_of_text|>",
+)  # the first one that is there
 
 
 class Tokenizer(Protocol):

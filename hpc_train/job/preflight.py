@@ -198,7 +198,8 @@ def computing(world: Group, device: torch.device) -> PreflightFinding:
     seconds = world.gathered((multiply(device), f"rank {world.rank} ({world.host})"), "a trial")
     median = statistics.median(second for second, _ in seconds)
     size = _matrix(device)
-    text = f"{2 * size**3 / median / 1e9:.1f} GFlop/s per rank"
+    rate = f"{2 * size**3 / median / 1e9:.1f} GFLOP/s"
+    text = f"{rate} per rank in a trial with {size} x {size} matrices"
     return _with_slow("compute", text, seconds, median)
 
 

@@ -228,6 +228,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         policy_of(config.checkpoint, config.run.nonfinite),
         identity={**sample_order_identity(config, plan.order), **task.identity, **finetuned},
         about={**(task.about or {}), **adapters},
+        where=" and ".join(map(str, config.data.folders)),
     )
     return Assembly(
         grid, plan, device, model, layout, replicas, optimizer, scaler, averager, collectives,

@@ -134,11 +134,25 @@ def test_a_deeper_model_can_take_the_layers_that_there_are(source, caplog):
     assert "not of this model: blocks.2." in caplog.text
 
 
+def test_a_gpt_for_shorter_texts_with_more_tokens_takes_what_there_is(source, caplog):
+    model, known = start(source, gpt(1, sequence=9, vocab=48)), tensors(gpt(0))
+    token = known["embedding.token.weight"]
+    mean = token.mean(0, keepdim=True).expand(8, -1)
+    known["embedding.token.weight"] = torch.cat([token, mean])
+    known["embedding.position.weight"] = known["embedding.position.weight"][:9]
+    assert_same(model, known)
+    assert caplog.text.count("embedding.token.weight lacks 8 tokens of the vocabulary") == 1
+    caplog.clear()
+    start(source, gpt(1, vocab=48), exclude=["embedding.token.*"])
+    assert "lacks" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "patterns", "error", "told"),
     [
         ({"layers": 4}, {}, CheckpointMismatch, "has no blocks.3.norm_attention.weight.*exclude+"),
-        ({"vocab": 50}, {}, CheckpointMismatch, r"embedding.token.weight is F64 \[40, 24\], the"),
+        ({"vocab": 30}, {}, CheckpointMismatch, r"embedding.token.weight is F64 \[40, 24\], the"),
+        ({"sequence": 32}, {}, CheckpointMismatch, r"embedding.position.weight is F64 \[16, 24\]"),
         ({}, {"include": ["a.*"]}, ConfigError, r"include: the model has no tensor a\.\*; the fir"),
         ({}, {"exclude": ["*.bias", "haed"]}, ConfigError, "exclude: the model has no tensor haed"),
         ({}, {"exclude": ["*"]}, ConfigError, "leave no tensor .* embedding.token.weight"),

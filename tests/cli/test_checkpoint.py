@@ -39,7 +39,9 @@ def test_list_tells_the_newest_first_and_what_is_damaged(trained, tmp_path):
     flip_bit(tmp_path / "run" / "checkpoints" / "step-000000010.safetensors", 100)
     lines = checkpoint("list", tmp_path / "run").splitlines()
     assert [line.split(".")[0] for line in lines] == [f"step-{n:09d}" for n in (12, 10, 5)]
-    assert lines[0].endswith("complete")
+    loss = trained.metrics("run")[-1]["validation_loss"]
+    assert lines[0].endswith(f"complete  validation loss {loss:.5g}")
+    assert lines[2].endswith("complete")
     assert "its header is" in lines[1]
 
 

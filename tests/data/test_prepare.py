@@ -119,7 +119,9 @@ def test_more_shards_than_open_files(texts, tmp_path, monkeypatch):
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
 
 
-def test_a_tokenizer_of_the_library(texts, tmp_path):
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", "<of my own>"])
+def test_a_tokenizer_of_the_library(texts, tmp_path, caplog, end):
+    caplog.set_level(logging.INFO, "hpc_train")
     tokenizers = pytest.importorskip("tokenizers")
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -128,7 +130,7 @@ def test_a_tokenizer_of_the_library(texts, tmp_path):
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=[end],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -141,8 +143,13 @@ def test_a_tokenizer_of_the_library(texts, tmp_path):
 
     codec = loads(describe_tokenizer(made.tokenizer, out))
     text = codec.decode(all_tokens(out, "train").tolist())
-    parts = [part for part in text.split("<|endoftext|>") if part]
-    assert sorted(parts) == sorted(path.read_text() for path in texts.rglob("*.txt"))
+    known = end != "<of my own>"
+    told = f"token 0 ('{end}') is put behind each text" if known else "no token is put behind texts"
+    assert told in caplog.text
+    assert text.endswith(end) == known
+    parts = [part for part in text.split(end) if part]
+    every = sorted(path.read_text() for path in texts.rglob("*.txt"))
+    assert sorted(parts) == every if known else len(text) == len("".join(every))
 
 
 @pytest.mark.parametrize(

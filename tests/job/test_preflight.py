@@ -81,7 +81,8 @@ def test_a_slow_rank_is_named(job, monkeypatch, messages, together):
     monkeypatch.setattr(checks, "multiply", lambda device: 0.001 * factor)
     text = messages(together)
     if job.world.rank == 0:
-        assert "compute: 33.6 GFlop/s per rank; slower: rank 1 (" in text
+        trial = "33.6 GFLOP/s per rank in a trial with 256 x 256 matrices"
+        assert f"compute: {trial}; slower: rank 1 (" in text
 
 
 @pytest.mark.mpi(min_size=2)

@@ -111,7 +111,8 @@ def test_a_checkpoint_of_other_data_or_batches(program, own_data):
     tree = json.loads((copy / "manifest.json").read_text())
     tree["documents"] += 1
     (copy / "manifest.json").write_text(sealed(tree))
-    assert "was made from other data: " in refused(program.train("run", *options, **RANKS))
+    line = refused(program.train("run", *options, **RANKS))
+    assert f"step-000000002.safetensors was made from other data than {copy}: " in line
     assert "was made with data.batch 16" in refused(program.train("run", "--data.batch", "32"))
 
 

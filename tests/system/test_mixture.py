@@ -51,7 +51,7 @@ def test_a_mixture_is_the_same_on_every_layout_and_after_a_resume(program, text_
     assert "was made with shares of the mixture [0.25, 0.75], this run has [0.333" in line
     turned = json.dumps([*reversed(json.loads(mixed(text_data, digits, 3)[1]))])
     line = refused(program, "whole", *steady, "--data.path", turned)
-    assert "was made from the same data in another order: " in line
+    assert "was made from the same data in another order than " in line
 
 
 def refused(program, name, *options):

@@ -9,6 +9,7 @@ import pytest
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.errors import UserError
 from hpc_train.training.saving import finishing_saves
+from tests.programs import hpc_train, run
 
 
 def steps_left(program, name, *options, **how) -> list[int]:
@@ -50,7 +51,12 @@ def test_every_fifth_and_the_best_are_kept_for_good(program, ranks):
     options += ["--checkpoint.keep_best", "2"]
     left = steps_left(program, "run", *options, launcher="mpirun", ranks=ranks)
     losses = {r["step"]: r["validation_loss"] for r in program.metrics("run") if r["step"] % 3 == 0}
-    assert left == sorted({5, 10, 12, *sorted(losses, key=losses.__getitem__)[:2]})
+    best = sorted(losses, key=losses.__getitem__)[:2]
+    assert left == sorted({5, 10, 12, *best})
+    lines = run(*hpc_train("checkpoint", "list", str(program.root / "run"))).stdout.splitlines()
+    for step, line in zip(reversed(left), lines, strict=True):
+        told = f"  validation loss {losses[step]:.5g}" if step in losses else ""
+        assert line.endswith(f"complete{told}" + "  best" * (step == best[0]))
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from hpc_train.data.prepare.inputs import InputFile, InputPart, TokenRecipe
 from hpc_train.data.prepare.partial import check_outside, check_sizes, check_target, key_of_tree
 from hpc_train.data.prepare.portions import split_inputs, whole_parts
 from hpc_train.data.prepare.texts import TEXT_PIECE_BYTES, list_texts, only_texts
-from hpc_train.data.tokenizer import BYTES, describe_tokenizer, loads
+from hpc_train.data.tokenizer import BYTES, END_OF_TEXT, Tokenizer, describe_tokenizer, loads
 from hpc_train.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-PLAN_FORMAT = 2  # a higher one, after the plan or the tokens have changed, continues no older plan
+PLAN_FORMAT = 3  # a higher one, after the plan or the tokens have changed, continues no older plan
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ def text_request(
     check_outside(out, paths, "prepared: what it holds would become text, too")
     check_sizes(shard_mb, validation)
     description = describe_tokenizer(tokenizer)
-    recipe = TokenRecipe(description, loads(description).vocab, text_key)
+    codec = loads(description)
+    _tell_separator(codec)
+    recipe = TokenRecipe(description, codec.vocab, text_key)
     listed = list_texts(paths)
     return PrepareRequest(
         Path(out),
@@ -95,6 +97,16 @@ def text_request(
         listed,
         lambda: split_inputs(only_texts(listed), validation),
     )
+
+
+def _tell_separator(codec: Tokenizer) -> None:
+    """Log which token is put behind each text."""
+    if codec.separator is None:
+        known = ", ".join(END_OF_TEXT)
+        logger.warning("no token is put behind texts: the tokenizer has none of %s", known)
+    else:
+        text = codec.decode([codec.separator])
+        logger.info("token %d (%r) is put behind each text", codec.separator, text)
 
 
 def tokens_request(

@@ -2,5 +2,5 @@
 
 shape.py   its sizes and costs, without torch
 module.py  the module
-gpt2.py    converts its weights from and to Hugging Face's GPT-2
+gpt2.py    converts weights: from and to Hugging Face's GPT-2, and from a GPT of other sizes
 """

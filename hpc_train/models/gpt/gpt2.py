@@ -1,8 +1,8 @@
-"""Convert names and arrangement of weights between our GPT and Hugging Face's GPT-2.
+"""Convert weights: between our GPT and Hugging Face's GPT-2, and from a GPT of other sizes.
 
-Both compute the same. But a GPT-2 stores the weights of linear layers transposed. Its product for
-queries, keys and values also has all queries first, then all keys and all values. Ours goes head by
-head.
+GPT and GPT-2 compute the same. But a GPT-2 stores the weights of linear layers transposed. Its
+product for queries, keys and values also has all queries first, then all keys and all values. Ours
+goes head by head.
 """
 
 from __future__ import annotations
@@ -54,8 +54,11 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
 
 def foreign_weights(
     sizes: Mapping[str, Any], about: Mapping[str, Any], *, whole: bool
-) -> Callable[[str], Converted | None] | None:
-    """Choose how foreign weights are converted for a GPT.
+) -> Callable[[str], Converted | None]:
+    """Choose how weights are converted for a GPT.
+
+    Weights for longer texts give their first positions. Tokens that they lack get the mean of the
+    others.
 
     Args:
         sizes: the sizes of the GPT, by the names of its arguments.
@@ -63,9 +66,8 @@ def foreign_weights(
         whole: whether all of the GPT's tensors are read from there, or only some.
 
     Returns:
-        None if the tensors are named and arranged as ours. Else a function that takes a tensor's
-        foreign name. It returns None for a tensor to leave out: it is not a weight, or repeats
-        another one.
+        A function that takes a tensor's name there. It returns None for a tensor to leave out: it
+        is not a weight, or repeats another one.
 
     Raises:
         ConfigError: the weights are of a GPT with other sizes, or of one that computes otherwise.
@@ -73,15 +75,10 @@ def foreign_weights(
     if about.get("model_type") != "gpt2":
         saved = about.get("shape", {})
         _check_sizes(sizes, {key: saved[key] for key in ("heads",) if key in saved})
-        return None
+        return lambda name: (name, lambda tensor: _fitted(name, tensor, sizes))
     theirs = {key: about.get(name, default) for key, (name, default) in SIZES.items()}
-    theirs["sequence"] = min(theirs["sequence"], sizes["sequence"])  # the first ones are taken
-    if whole and theirs["vocab"] < sizes["vocab"]:
-        more = sizes["vocab"] - theirs["vocab"]
-        logger.warning(
-            "the GPT-2 lacks %d tokens of the vocabulary: they start as the mean of its own", more
-        )
-        theirs["vocab"] = sizes["vocab"]
+    theirs["sequence"] = min(theirs["sequence"], sizes["sequence"])  # `_fitted` makes these equal
+    theirs["vocab"] = max(theirs["vocab"], sizes["vocab"])
     _check_sizes(sizes, theirs if whole else {"heads": theirs["heads"]})
     inner = {"n_inner": (None, 4 * theirs["hidden"])}
     for key, values in {**COMPUTED, **inner}.items():
@@ -110,21 +107,29 @@ def _converted(name: str, sizes: Mapping[str, Any]) -> Converted | None:
     if module not in MODULES:
         return name, lambda tensor: tensor
 
+    here = f"{MODULES[module]}.{kind}"
+
     def convert(tensor: Tensor) -> Tensor:
         if module.startswith(("attn.", "mlp.")) and kind == "weight":
             tensor = tensor.t()
         if module == "attn.c_attn":  # (3, H, C/H, ...) there, (H, 3, C/H, ...) here
             by_kind: Tensor = tensor.unflatten(0, (3, sizes["heads"], -1))
             return by_kind.transpose(0, 1).flatten(0, 2)
-        if module == "wpe":
-            return tensor[: sizes["sequence"]]
-        return _more_tokens(tensor, sizes["vocab"]) if module in ("wte", "lm_head") else tensor
+        return _fitted(here, tensor, sizes)
 
-    here = f"{MODULES[module]}.{kind}"
     return (here if block is None else f"blocks.{block}.{here}"), convert
 
 
-def _more_tokens(embedding: Tensor, vocab: int) -> Tensor:
+def _fitted(name: str, tensor: Tensor, sizes: Mapping[str, Any]) -> Tensor:
+    """The tensor of this name in our GPT, of a GPT for longer texts or with fewer tokens."""
+    if name == "embedding.position.weight":
+        return tensor[: sizes["sequence"]]
+    if name in ("embedding.token.weight", "head.output.weight"):
+        return _more_tokens(name, tensor, sizes["vocab"])
+    return tensor
+
+
+def _more_tokens(name: str, embedding: Tensor, vocab: int) -> Tensor:
     """Enlarge an embedding (V, C) to `vocab` rows, for instance so that ranks can share it evenly.
 
     New tokens, which training has not seen, get the mean of the others. The exponential of a mean
@@ -134,6 +139,10 @@ def _more_tokens(embedding: Tensor, vocab: int) -> Tensor:
     more = vocab - len(embedding)
     if more <= 0:
         return embedding
+    if not embedding.is_meta:
+        logger.warning(
+            "%s lacks %d tokens of the vocabulary: they start as the mean of its own", name, more
+        )
     mean = embedding.mean(0, keepdim=True, dtype=torch.float64).to(embedding.dtype)
     return torch.cat([embedding, mean.expand(more, -1)])
 

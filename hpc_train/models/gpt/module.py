@@ -196,8 +196,8 @@ class GPT(nn.Module):
 
     def foreign_weights(
         self, about: Mapping[str, Any], *, whole: bool
-    ) -> Callable[[str], gpt2.Converted | None] | None:
-        """Choose how foreign weights are converted for this model: see `gpt2.foreign_weights`."""
+    ) -> Callable[[str], gpt2.Converted | None]:
+        """Choose how weights are converted for this model: see `gpt2.foreign_weights`."""
         return gpt2.foreign_weights(self.sizes, about, whole=whole)
 
     def seed_samples(self, seeds: Sequence[int]) -> None:
