@@ -196,7 +196,7 @@ def computing(world: Group, device: torch.device) -> PreflightFinding:
     """How fast each rank multiplies matrices while all ranks do. Collective."""
     world.barrier()
     seconds = world.gathered((multiply(device), f"rank {world.rank} ({world.host})"), "a trial")
-    median = statistics.median(second for second, _ in seconds)
+    median = statistics.median_low(second for second, _ in seconds)
     size = _matrix(device)
     rate = f"{2 * size**3 / median / 1e9:.1f} GFLOP/s"
     text = f"{rate} per rank in a trial with {size} x {size} matrices"
@@ -242,7 +242,7 @@ def links(
     ):
         seconds = [(times[place], host) for host, times in everyone if times[place]]
         if seconds:
-            median = statistics.median(second for second, _ in seconds)
+            median = statistics.median_low(second for second, _ in seconds)
             text = f"{size_text(MESSAGE_BYTES)} {how} in {time_text(median)}"
             found.append(_with_slow(what, text, seconds, median))
             bandwidths[key] = MESSAGE_BYTES / median
@@ -320,7 +320,10 @@ def sum_inside(node: Group) -> float:
 def _with_slow(
     what: str, text: str, seconds: Sequence[tuple[float, str]], median: float
 ) -> PreflightFinding:
-    """A finding that names the ranks or hosts that took far longer than the median."""
+    """A finding that names the ranks or hosts that took far longer than the median.
+
+    Of an even number it is the lower median: of two, the slow one is compared with the other.
+    """
     slow = sorted((entry for entry in seconds if entry[0] > SLOW * median), reverse=True)
     if not slow:
         return PreflightFinding(what, text)
