@@ -26,33 +26,34 @@ class PooledSlot(Slot):
     """A `Slot` whose part of the bucket is there only while it is the bucket's turn.
 
     Args:
-        open_: whether the bucket's memory may be written.
+        open_: whether the bucket's memory may be written in its next turn.
+        sums: the sums of the bucket's turns.
         more: a `Slot`'s arguments.
 
     Attributes:
-        held: a gradient that waits for the bucket's memory, multiplied by the share.
-        written: whether the bucket has a gradient of the present turn.
-        sent: how many sums of this step have begun.
+        held: by turn, gradients that wait for the bucket's memory, multiplied by the share.
+        written: whether the bucket has a gradient of the next turn.
+        sent: how many sums of this step have begun: the number of the next turn.
     """
 
-    __slots__ = ("held", "open", "sent", "written")
+    __slots__ = ("held", "open", "sent", "sums", "written")
 
-    def __init__(self, open_: Callable[[], bool], *more: Any) -> None:
+    def __init__(self, open_: Callable[[], bool], sums: PooledSums, *more: Any) -> None:
         super().__init__(*more)
-        self.open = open_
-        self.held: Tensor | None = None
+        self.open, self.sums = open_, sums
+        self.held: dict[int, Tensor] = {}
         self.written, self.sent = False, 0
 
     def begin_step(self) -> None:
         """Begin a step: no gradient of it has come yet."""
         super().begin_step()
-        self.held, self.written, self.sent = None, False, 0
+        self.held, self.written, self.sent = {}, False, 0
 
     def take(self, gradient: Tensor) -> None:
         """Take the step's first gradient, or one that the user has put in its place."""
         if not self.sent:
             self.writer.wait(self.last_write)
-            self.held, self.written = None, False
+            self.held, self.written = {}, False
         self._put(gradient)
         self.filled = True
 
@@ -61,19 +62,25 @@ class PooledSlot(Slot):
         self._put(gradient)
 
     def _put(self, gradient: Tensor) -> None:
-        writer, share = self.writer, self.share
+        writer, share, turn = self.writer, self.share, self._turn()
         if self.begun:
             super().add(gradient)
-        elif self.held is not None:
-            self.last_write = writer.add(gradient, share, self.held)
-        elif not self.open():
-            self.held = writer.room(self.view)
-            self.last_write = writer.write(gradient, share, self.held)
+        elif turn in self.held:
+            self.last_write = writer.add(gradient, share, self.held[turn])
+        elif turn > self.sent or not self.open():
+            self.held[turn] = writer.room(self.view)
+            self.last_write = writer.write(gradient, share, self.held[turn])
         elif self.written:
             self.last_write = writer.add(gradient, share, self.view)
         else:
             self.last_write = writer.write(gradient, share, self.view)
             self.written = True
+
+    def _turn(self) -> int:
+        """The turn for a gradient that comes now."""
+        if not self.sums.by_pass:
+            return self.sent
+        return max(self.sent, min(self.arrived, self.sums.passes - 1))
 
     @property
     def in_sum(self) -> bool:
@@ -82,16 +89,17 @@ class PooledSlot(Slot):
 
     def begin_turn(self) -> None:
         """Prepare for the sum of a pass that is not the last: a missing gradient counts as zero."""
-        if self.held is not None or not self.written:  # else the sum waits
+        held = self.held.pop(self.sent, None)
+        if held is not None or not self.written:  # else the sum waits
             self.writer.wait(self.last_write)
-        if self.held is None:
+        if held is None:
             if not self.written:
                 self.view.zero_()
         elif self.written:
-            self.view.add_(self.held)
+            self.view.add_(held)
         else:
-            self.view.copy_(self.held)
-        self.held, self.written = None, False
+            self.view.copy_(held)
+        self.written = False
         self.sent += 1
 
     def begin(self) -> None:
@@ -122,7 +130,7 @@ class PooledFilling(Filling):
         def make(parameter: Parameter, view: Tensor, home: int, *more: Any) -> Slot:
             if home >= self.sums.divided:
                 return Slot(parameter, view, home, *more)
-            return PooledSlot(lambda: self._open(home), parameter, view, home, *more)
+            return PooledSlot(lambda: self._open(home), self.sums, parameter, view, home, *more)
 
         return slots_of_buckets(buckets, self.sums.flats, self.share, look, self.writer, make)
 
@@ -142,13 +150,17 @@ class PooledFilling(Filling):
     def _plan_turns(self) -> None:
         """Count the gradients that each turn waits for."""
         passes = self.sums.passes
-        regular = [sum(s.expected == passes for s in some) for some in self.by_bucket]
+        regular = [float(sum(s.expected == passes for s in some)) for some in self.by_bucket]
+        if self.sums.by_pass:
+            for number, some in enumerate(self.by_bucket):
+                if regular[number] < len(some):  # nobody knows in which passes the others come
+                    regular[number] = math.inf
         last = [
             math.inf if any(s.expected == UNSTEADY for s in some) else sum(map(_comes, some))
             for some in self.by_bucket
         ]
         self._awaited: list[list[float]] = [
-            *([*map(float, regular)] for _ in range(passes - 1)),
+            *(regular.copy() for _ in range(passes - 1)),
             last,
         ]
         self._turns = (passes - 1) * self.sums.divided + len(self.by_bucket)
@@ -160,7 +172,7 @@ class PooledFilling(Filling):
             slot.begin_step()
         self._lacking = [row.copy() for row in self._awaited]
         self._sent = [0] * len(self.by_bucket)
-        self._waiting: dict[Slot, int] = {}  # bytes of the gradients that wait
+        self._waiting: dict[PooledSlot, int] = {}  # bytes of the gradients that wait
         self._impatient = max(0, self._impatient - 1)
         self.begun = 0
         self.over = self.stirred = False
@@ -185,8 +197,8 @@ class PooledFilling(Filling):
                 self._lacking[slot.arrived - 1][slot.home] -= 1
         elif slot.arrived == slot.expected:
             self._lacking[-1][slot.home] -= 1
-        if isinstance(slot, PooledSlot) and slot.held is not None:
-            self._waiting[slot] = slot.held.nbytes
+        if isinstance(slot, PooledSlot) and slot.held:
+            self._waiting[slot] = _bytes_of(slot)
         self._begin_full()
         self.progress.advance()
         if sum(self._waiting.values()) > self.sums.room:
@@ -219,7 +231,7 @@ class PooledFilling(Filling):
             else:
                 assert isinstance(slot, PooledSlot)
                 slot.begin_turn()
-        self._waiting = {s: n for s, n in self._waiting.items() if s.home != number}
+        self._waiting = {s: _bytes_of(s) for s in self._waiting if s.held}
         self._sent[number] += 1
         self.begun += 1
         self.progress.start(self.sums.begin_pass(number, first=pass_ == 0, last=last))
@@ -245,6 +257,11 @@ class PooledFilling(Filling):
         while self.begun < self._turns:
             self._begin_next()
         self.progress.finish()
+
+
+def _bytes_of(slot: PooledSlot) -> int:
+    """Bytes of the gradients that wait."""
+    return sum(tensor.nbytes for tensor in slot.held.values())
 
 
 def _comes(slot: Slot) -> bool:

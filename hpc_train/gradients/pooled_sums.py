@@ -83,6 +83,8 @@ class PooledSums(LevelSums):
     Args:
         levels, buckets, cross: as for `LevelSums`.
         reach: for each bucket, where its result is needed; the divided ones come first.
+        by_pass: whether each gradient has to be in the sum of its own pass, so that each run adds
+            in the same order. Else it may be in that of a later one, if it had to wait for memory.
 
     Attributes:
         turns: the places of the divided buckets.
@@ -92,8 +94,15 @@ class PooledSums(LevelSums):
     """
 
     def __init__(
-        self, levels: Levels, buckets: Sequence[Bucket], cross: Cross | None, reach: Sequence[Reach]
+        self,
+        levels: Levels,
+        buckets: Sequence[Bucket],
+        cross: Cross | None,
+        reach: Sequence[Reach],
+        *,
+        by_pass: bool = False,
     ) -> None:
+        self.by_pass = by_pass
         self.divided = sum(each is not Reach.RANK for each in reach)
         """The number of divided buckets."""
         sizes = [aligned(bucket.nbytes) for bucket in buckets[: self.divided]]

@@ -115,7 +115,9 @@ def _sharded(
 
     def made(buckets: Sequence[Bucket], reach: Sequence[Reach] = ()) -> LevelSums:
         if options.zero > 1 and reach:
-            return PooledSums(levels, buckets, ring_of(levels), reach)
+            return PooledSums(
+                levels, buckets, ring_of(levels), reach, by_pass=options.deterministic
+            )
         return compressed(levels, buckets, options.compression, reach)
 
     def make(buckets: Sequence[Bucket], reach: Sequence[Reach] = ()) -> LevelSums:

@@ -6,7 +6,7 @@ No GPU is needed: the ranks' parameters count as those of a device, and copies e
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import safetensors.torch
@@ -136,9 +136,11 @@ def test_layouts(job, together, layout, caplog):
 
 
 @pytest.mark.mpi
-def test_a_run_stopped_where_it_saves_goes_on_bit_for_bit(job, together):
-    more = [*STAGED, "--memory.zero", "2", "--data.micro_batch", "3"]
-    with on_device():
+@pytest.mark.parametrize("micro_batch", ["3", "1"])
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_run_stopped_where_it_saves_goes_on_bit_for_bit(job, together, staged, micro_batch):
+    more = ["--memory.zero", "2", "--data.micro_batch", micro_batch, *(STAGED if staged else ())]
+    with on_device() if staged else nullcontext():
         make(config(together / "whole", *more), job).train()
         stop_after(make(config(together / "cut", *more), job), 3, job)
         make(config(together / "cut", *more), job).train()
