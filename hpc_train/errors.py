@@ -47,6 +47,7 @@ _REMEDIES = {
 }
 _KINDS = ((bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"))
 _NUMBERS: dict[Any, type] = {int: Integral, float: Real}
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _NO_USERS_CODE = {"hpc_train", "rich", *sys.stdlib_module_names}
 
 
@@ -60,6 +61,14 @@ def plural(count: int, one: str, several: str = "") -> str:
     """
     regular = f"{one}es" if one.endswith("ch") else f"{one}s"
     return f"{count} {one if count == 1 else several or regular}"
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes for a message, with at most four digits: "1.5 GiB", "64 MiB", "8 B"."""
+    for name, unit in _UNITS:
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes:.0f} B"
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:

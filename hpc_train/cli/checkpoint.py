@@ -13,6 +13,7 @@ from hpc_train.errors import (
     CheckpointError,
     CheckpointMismatch,
     ConfigError,
+    size_text,
     some_of,
 )
 
@@ -102,7 +103,7 @@ def show_list(run: str) -> int:
 
     for found in listed(Path(run)):
         complete = "complete" if found.finite else "complete, but with numbers that are not finite"
-        size, when = f"{found.nbytes / 2**20:.1f} MiB", f"{found.written:%Y-%m-%d %H:%M}"
+        size, when = size_text(found.nbytes), f"{found.written:%Y-%m-%d %H:%M}"
         print(f"{found.path.name}  {size:>12}  {when}  {found.damage or complete}")
     return 0
 

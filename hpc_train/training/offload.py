@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, size_text
 from hpc_train.gradients.buckets import is_dense
 from hpc_train.gradients.hooks import after_step, before_step
-from hpc_train.planning.schedules import size
 
 PAGE = 4096  # bytes: tensors begin at pages of their own
 
@@ -119,9 +118,9 @@ def _reserved(folder: Path, nbytes: int) -> int:
             raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = f"{size_text(nbytes)} of the optimizer's state" if full else "the optimizer's state"
         raise UserError(
-            f"memory.offload: {folder} cannot take {size(nbytes)} of the optimizer's state "
-            f"({error.strerror})",
+            f"memory.offload: {folder} cannot take {what} ({error.strerror})",
             "give a folder on the node's own disk, "
             + ("with more room" if full else "which is there and may be written to"),
         ) from None

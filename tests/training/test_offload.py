@@ -107,13 +107,17 @@ def test_a_disk_without_room_is_told_at_the_start(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(offload.os, "posix_fallocate", full)
-    with pytest.raises(UserError, match=r"cannot take .* \(No space left on device\): give a fold"):
+    with pytest.raises(
+        UserError, match=r"cannot take \S+ [KM]iB of .* \(No space left on device\): give a fold"
+    ):
         make(offloaded(tmp_path / "run"), ALONE)
     assert not list((tmp_path / "disk").iterdir())
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(UserError, match=r"No such file or directory\): give .* which is there"):
+    with pytest.raises(
+        UserError, match=r"take the optimizer's state \(No such file.*\): give .* which is there"
+    ):
         make(config(tmp_path / "run", "--memory.offload", str(tmp_path / "no")), ALONE)
 
 
