@@ -31,6 +31,7 @@ from typing import Any, Literal, TextIO, Union, get_args, get_origin, get_type_h
 
 EXIT_FAILURE = 1
 EXIT_USER = 2
+EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT has ended
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75
 FINAL_CODES = (0, EXIT_USER, EXIT_STOPPED)  # a job that ends with one of these is not restarted
 
@@ -277,6 +278,12 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 def print_error(error: HpcTrainError | str) -> None:
     """Print an error as one line on standard error."""
     print_line(f"hpc-train: error: {' '.join(str(error).split())}", sys.stderr)
+
+
+def told_interrupted() -> int:
+    """Say that Ctrl-C has ended the program; returns the exit code."""
+    print_line("hpc-train: interrupted", sys.stderr)
+    return EXIT_INTERRUPTED
 
 
 def check_kinds(given: Any, name: str) -> None:
