@@ -31,6 +31,7 @@ from typing import Any, Literal, TextIO, Union, get_args, get_origin, get_type_h
 
 EXIT_FAILURE = 1
 EXIT_USER = 2
+EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT has ended
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75
 FINAL_CODES = (0, EXIT_USER, EXIT_STOPPED)  # a job that ends with one of these is not restarted
 
@@ -47,6 +48,7 @@ _REMEDIES = {
 }
 _KINDS = ((bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"))
 _NUMBERS: dict[Any, type] = {int: Integral, float: Real}
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _NO_USERS_CODE = {"hpc_train", "rich", *sys.stdlib_module_names}
 
 
@@ -60,6 +62,14 @@ def plural(count: int, one: str, several: str = "") -> str:
     """
     regular = f"{one}es" if one.endswith("ch") else f"{one}s"
     return f"{count} {one if count == 1 else several or regular}"
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes for a message, with at most four digits: "1.5 GiB", "64 MiB", "8 B"."""
+    for name, unit in _UNITS:
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes:.0f} B"
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
@@ -268,6 +278,12 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 def print_error(error: HpcTrainError | str) -> None:
     """Print an error as one line on standard error."""
     print_line(f"hpc-train: error: {' '.join(str(error).split())}", sys.stderr)
+
+
+def told_interrupted() -> int:
+    """Say that Ctrl-C has ended the program; returns the exit code."""
+    print_line("hpc-train: interrupted", sys.stderr)
+    return EXIT_INTERRUPTED
 
 
 def check_kinds(given: Any, name: str) -> None:

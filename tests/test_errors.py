@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from hpc_train import files
-from hpc_train.errors import Stopped, UserError, file_error, plural, print_error, print_line
+from hpc_train.errors import (
+    Stopped,
+    UserError,
+    file_error,
+    plural,
+    print_error,
+    print_line,
+    size_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +34,11 @@ from hpc_train.errors import Stopped, UserError, file_error, plural, print_error
 )
 def test_a_count_has_its_noun_in_the_right_number(count, nouns, text):
     assert plural(count, *nouns) == text
+
+
+def test_a_size_has_the_unit_that_suits_it_and_at_most_four_digits():
+    told = [size_text(nbytes) for nbytes in (0, 8, 1536, 3 * 2**19, 5 * 2**29, 123456789, 2**41)]
+    assert told == ["0 B", "8 B", "1.5 KiB", "1.5 MiB", "2.5 GiB", "117.7 MiB", "2 TiB"]
 
 
 def test_an_error_is_one_write(monkeypatch):

@@ -21,6 +21,7 @@ from typing import TypeVar
 from hpc_train import files
 from hpc_train.checkpoint import fileformat
 from hpc_train.checkpoint.background import Phases, Snapshot, agree, enough_memory
+from hpc_train.checkpoint.catalogue import find_checkpoints
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.engines import (
     PosixWriter,
@@ -170,9 +171,15 @@ def _explaining(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = (
+            "free space or quota" if full else "see that you may write there, and the disk works"
+        )
+        older: list[Path] = []
+        with suppress(OSError):  # the folder may be what fails
+            older = [one for one in find_checkpoints(path.parent, "auto") if one != path]
         raise CheckpointError(
             f"checkpoint {path} could not be written ({error.strerror or error})",
-            f"{'free space or quota; ' if full else ''}older checkpoints are untouched",
+            f"{remedy}; older checkpoints are untouched" if older else remedy,
         ) from error
 
 

@@ -334,9 +334,10 @@ def check_slots(names: Iterable[str], trained: Container[str]) -> None:
         if parameter not in trained:
             raise CheckpointMismatch(
                 f"the checkpoint has {name}, but this run's optimizer does not have {parameter}",
-                "train that parameter, too, and give it to the optimizer before training resumes "
-                "(add_param_group); or start from the weights alone in another run.dir "
-                "(checkpoint.weights, or hpc_train.checkpoint.weights.start_from)",
+                "train that parameter, too, as when the checkpoint was made (requires_grad; a loop "
+                "of your own gives it to the optimizer before training resumes); or start from the "
+                "weights alone in another run.dir (checkpoint.weights, or "
+                "hpc_train.checkpoint.weights.start_from)",
             )
 
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 
 from hpc_train import __version__
 from hpc_train.cli.verb import EXIT_CODES, Parser
-from hpc_train.errors import HpcTrainError, UserError, file_error, print_error
+from hpc_train.errors import HpcTrainError, UserError, file_error, print_error, told_interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT has ended
 EXIT_READER_GONE = 128 + 13  # as a shell reports a program that SIGPIPE has ended
 # The text of each verb in `hpc-train --help`. The module of the same name has `run(arguments)`.
 VERBS = {
@@ -58,8 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, where a reader that has gone is no error
     except KeyboardInterrupt:
-        print("hpc-train: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return told_interrupted()
     except OSError as error:
         gone = isinstance(error, BrokenPipeError) and _reader_gone()
         told = file_error(error)

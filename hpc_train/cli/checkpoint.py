@@ -13,6 +13,7 @@ from hpc_train.errors import (
     CheckpointError,
     CheckpointMismatch,
     ConfigError,
+    size_text,
     some_of,
 )
 
@@ -110,7 +111,7 @@ def show_list(run: str) -> int:
     best = min(losses, key=losses.__getitem__) if len(losses) > 1 else None
     for found in every:
         complete = "complete" if found.finite else "complete, but with numbers that are not finite"
-        size, when = f"{found.nbytes / 2**20:.1f} MiB", f"{found.written:%Y-%m-%d %H:%M}"
+        size, when = size_text(found.nbytes), f"{found.written:%Y-%m-%d %H:%M}"
         loss = f"  validation loss {found.loss:.5g}" if found.path in losses else ""
         mark = "  best" if found.path == best else ""
         print(f"{found.path.name}  {size:>12}  {when}  {found.damage or complete}{loss}{mark}")

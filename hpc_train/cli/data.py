@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import Parser
-from hpc_train.errors import DataError, HpcTrainError, plural, some_of
+from hpc_train.errors import DataError, HpcTrainError, plural, size_text, some_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +168,7 @@ def verify_data(
     if not as_json:
         what = "rows" if isinstance(manifest, TableManifest) else "tokens"
         runtime.print(
-            f"{folder}: sound, {plural(len(every), 'shard')}, {nbytes / 2**20:.1f} MiB of {what}"
+            f"{folder}: sound, {plural(len(every), 'shard')}, {size_text(nbytes)} of {what}"
         )
 
 

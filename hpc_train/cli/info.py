@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.cli.verb import COUNT, Parser, make_console, plain_table
-from hpc_train.errors import plural
+from hpc_train.errors import plural, size_text
 from hpc_train.times import time_text
 
 if TYPE_CHECKING:
@@ -300,8 +300,6 @@ def show_figures(figures: Sequence[CollectiveFigure]) -> None:
 
 def _columns(figures: Sequence[CollectiveFigure]) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of one operation: for each implementation its time and its bandwidth."""
-    from hpc_train.job.communication.figures import bytes_text
-
     names = [name for name in WORDS if any(f.implementation == name for f in figures)]
     sizes = sorted({figure.nbytes for figure in figures})
     found = {(figure.implementation, figure.nbytes): figure for figure in figures}
@@ -310,7 +308,7 @@ def _columns(figures: Sequence[CollectiveFigure]) -> tuple[list[str], list[list[
         heads += [name, "", "GB/s"] if sizes[-1] else [name, ""]
     rows = []
     for size in sizes:
-        row = [bytes_text(size) if size else "-"]
+        row = [size_text(size) if size else "-"]
         for name in names:
             figure = found.get((name, size))
             if figure is None:
@@ -324,7 +322,7 @@ def _columns(figures: Sequence[CollectiveFigure]) -> tuple[list[str], list[list[
 
 def _glance(figures: Sequence[CollectiveFigure]) -> Iterator[list[str]]:
     """For each operation bare MPI's latency, and who is fastest at the largest size of most."""
-    from hpc_train.job.communication.figures import BARE, bytes_text
+    from hpc_train.job.communication.figures import BARE
 
     for scope, operation in dict.fromkeys((f.scope, f.operation) for f in figures):
         mine = [f for f in figures if (f.scope, f.operation) == (scope, operation)]
@@ -336,6 +334,6 @@ def _glance(figures: Sequence[CollectiveFigure]) -> Iterator[list[str]]:
         ratio = f"{bare[size].seconds / best.seconds:.2f}" if size in bare else "-"
         if size:
             speed = f"{best.bus_bandwidth / 1e9:.3g}"
-            yield [operation, scope, latency, bytes_text(size), best.implementation, speed, ratio]
+            yield [operation, scope, latency, size_text(size), best.implementation, speed, ratio]
         else:
             yield [operation, scope, latency, "-", best.implementation, "-", ratio]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from hpc_train.cli.verb import COUNT, Parser, WithExamples, make_console, show_help, wants_help
-from hpc_train.errors import UserError, plural
+from hpc_train.errors import UserError, plural, size_text
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -204,7 +204,6 @@ def show_schedules(made: Plan, *, as_json: bool) -> None:
 
 
 def _schedules(made: Plan) -> Table:
-    from hpc_train.planning.schedules import size
 
     staged = any(entry.host_bytes for entry in made.schedules)
     numbers = ["bubble", "even", "live", "activations", "state", "memory"]
@@ -215,10 +214,10 @@ def _schedules(made: Plan) -> Table:
             f"{entry.bubble:.1%}",
             f"{entry.bubble_even:.1%}",
             str(entry.peak_live),
-            size(entry.activation_bytes),
-            size(entry.state_bytes),
-            size(entry.activation_bytes + entry.state_bytes),
-            *[size(entry.host_bytes)] * staged,
+            size_text(entry.activation_bytes),
+            size_text(entry.state_bytes),
+            size_text(entry.activation_bytes + entry.state_bytes),
+            *[size_text(entry.host_bytes)] * staged,
         )
     return table
 
@@ -250,7 +249,6 @@ def show_layouts(made: Choice, *, as_json: bool, every: bool = False) -> None:
 
 
 def _layouts(rows: Sequence[Row]) -> Table:
-    from hpc_train.planning.schedules import size
 
     table = _table(
         ["dp x tp x pp", "schedule", "options"],
@@ -265,7 +263,7 @@ def _layouts(rows: Sequence[Row]) -> Table:
             str(row.micro_batch),
             f"{row.step_seconds:.4g}",
             f"{row.tokens_per_second:.0f}",
-            size(row.memory_bytes),
+            size_text(row.memory_bytes),
             f"{row.bubble:.0%}",
             f"{row.communication:.0%}",
         )

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import signal
-import time
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import show_help, wants_help
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import FrameType
 
     from hpc_train.config import RunConfig
     from hpc_train.mpi.runtime import Runtime
-
-ONE_PRESS = 1.0  # seconds
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -29,11 +25,11 @@ def run(arguments: Sequence[str]) -> int:
         plain = [option for option in given if not option.startswith("--print_config")]
         file.load(path, plain, later=file.PATH_KEYS)  # checks the values
         file.load(path, given)  # the parser prints the configuration and exits
-    from hpc_train.job.preemption import hold_signals
+    from hpc_train.job.preemption import Interrupts, hold_signals
 
     hold_signals()  # a scheduler may ask us to stop while MPI and torch load, which takes seconds
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _Interrupted())
+        signal.signal(signal.SIGINT, Interrupts())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a warm start holds it back
     settings: RunConfig | Exception
     try:  # before MPI starts, because after that no process may be started
@@ -47,25 +43,6 @@ def run(arguments: Sequence[str]) -> int:
     from hpc_train.job.program import run as run_program
 
     return run_program(lambda runtime: _train(settings, runtime))
-
-
-class _Interrupted:
-    """Makes the first Ctrl-C a request to stop with a checkpoint. The second one ends at once."""
-
-    def __init__(self) -> None:
-        self._came = 0.0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Ask for a stop. Signals that come together are one Ctrl-C, passed on in several ways."""
-        from hpc_train.job.preemption import StopRequests
-
-        now = time.monotonic()
-        if not self._came:
-            self._came = now
-            StopRequests.interrupted = True
-            signal.raise_signal(signal.SIGTERM)
-        elif now - self._came > ONE_PRESS:
-            raise KeyboardInterrupt
 
 
 def _train(settings: RunConfig | Exception, runtime: Runtime) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.collectives.coroutines import Coroutine
-from hpc_train.errors import SetupError
+from hpc_train.errors import SetupError, size_text
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
@@ -215,8 +215,8 @@ def _check_room(nbytes: int) -> None:
     free = room.f_bavail * room.f_frsize
     if free < nbytes + SPARE:
         raise SetupError(
-            f"{_folder()} of {socket.gethostname()} has {free >> 20} MiB free, but the ranks of "
-            f"the node need {nbytes >> 20} MiB of shared memory",
+            f"{_folder()} of {socket.gethostname()} has {size_text(free)} free, but the ranks of "
+            f"the node need {size_text(nbytes)} of shared memory",
             "enlarge it (in containers --shm-size)",
         )
 

@@ -17,7 +17,7 @@ from hpc_train.collectives.device import DeviceCollectives
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.protocol import reaches
 from hpc_train.collectives.ring import Library, Ring
-from hpc_train.errors import SetupError
+from hpc_train.errors import SetupError, size_text
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.compression import make_compressor
 from hpc_train.gradients.device_sums import DeviceNodeSums, DeviceSums
@@ -174,7 +174,7 @@ def chosen_bucket_bytes(
     if options.zero > 1:  # a pool of large buckets would take what dividing the gradients saves
         size = min(size, max(USUAL_BUCKET, total // LARGEST_SHARE))
     if group.rank == 0:
-        logger.info("gradient buckets of %.1f MiB", size / (1 << 20))
+        logger.info("gradient buckets of %s", size_text(size))
     return size
 
 

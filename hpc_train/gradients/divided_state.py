@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpc_train.collectives import Collectives
+from hpc_train.errors import size_text
 from hpc_train.gradients.buckets import Slab
 from hpc_train.gradients.state import moments, unite_state
 from hpc_train.host.memory import free_bytes
@@ -105,7 +106,7 @@ def has_room(
     if not levels.whole.largest(int(lacking)):
         return True
     if levels.whole.rank == 0:
-        each = f"a node has no memory for the {state / (1 << 20):.1f} MiB of each rank"
+        each = f"a node has no memory for the {size_text(state)} of each rank"
         logger.warning(
             "memory.zero: the optimizer's state (such as the averages of AdamW) is dropped, "
             "because %s; a checkpoint has it",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hpc_train.errors import UserError, plural
+from hpc_train.errors import UserError, plural, size_text
 from hpc_train.gradients.buckets import has_slabs
 from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.progress import Progress
@@ -140,9 +140,9 @@ def check_staged(planned: Sequence[Parameter], kept: Sequence[Parameter], group:
         )
     if kept and group.rank == 0:
         logger.info(
-            "memory.offload optimizer leaves %s (%.1f MiB of %.1f) with their optimizer on the "
+            "memory.offload optimizer leaves %s (%s of %s) with their optimizer on the "
             "GPU: ranks complete them together, or they are not row-major and of 32 or 64 bits",
             plural(len(kept), "parameter"),
-            sum(p.nbytes for p in kept) / (1 << 20),
-            sum(p.nbytes for p in planned) / (1 << 20),
+            size_text(sum(p.nbytes for p in kept)),
+            size_text(sum(p.nbytes for p in planned)),
         )

@@ -32,6 +32,7 @@ INTERRUPTED = 1004
 EARLY = 0.1  # share of a job's time after which it must know how long a checkpoint takes
 LEAVING = 60.0  # seconds in which the other ranks must follow a rank that has left its loop
 KEPT_SECONDS = 60.0  # seconds in which a program that is starting must come to answer a signal
+ONE_PRESS = 1.0  # seconds in which signals of one Ctrl-C come
 STOP_FILE_SECONDS = 1.0  # seconds between two looks for the file, which may be on a network
 
 
@@ -76,6 +77,32 @@ class SignalKeeper:
         return number
 
 
+class Interrupts:
+    """What Ctrl-C does: the first one is a request to stop with a checkpoint, a second one ends.
+
+    The first one ends the program, too, if no `StopRequests` is there to answer, nor expected.
+    """
+
+    def __init__(self) -> None:
+        self._came = 0.0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Ask for a stop. Signals that come together are one Ctrl-C, passed on in several ways."""
+        now = time.monotonic()
+        if not self._came and _is_answered(signal.SIGTERM):
+            self._came = now
+            StopRequests.interrupted = True
+            signal.raise_signal(signal.SIGTERM)
+        elif now - self._came > ONE_PRESS:
+            raise KeyboardInterrupt
+
+
+def _is_answered(number: int) -> bool:
+    """Whether a `StopRequests` answers a signal, or the signal is held back for one."""
+    by = getattr(signal.getsignal(number), "__self__", None)
+    return isinstance(by, StopRequests) or number in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def end_by(number: int) -> None:
     """Do what a signal does to a process that has no handler for it."""
     signal.signal(number, signal.SIG_DFL)
@@ -86,7 +113,8 @@ def end_by(number: int) -> None:
 def signals_kept() -> Iterator[None]:
     """Keep stop signals that come before a `StopRequests` is made. Signals with handlers are left.
 
-    If none is made, a signal that came ends the process when the block is done.
+    If none is made, a signal that came ends the process when the block is done. Ctrl-C asks for a
+    stop, too, while there is one (`Interrupts`).
     """
     if threading.current_thread() is not threading.main_thread():  # which cannot have handlers
         yield
@@ -95,9 +123,14 @@ def signals_kept() -> Iterator[None]:
     kept = [n for n in REQUEST_SIGNALS if signal.getsignal(n) is signal.SIG_DFL]
     for number in kept:
         signal.signal(number, keeper)
+    interrupts = Interrupts()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupts)
     try:
         yield
     finally:
+        if signal.getsignal(signal.SIGINT) is interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in kept:
             if signal.getsignal(number) is keeper:
                 signal.signal(number, signal.SIG_DFL)

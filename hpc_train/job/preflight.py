@@ -22,13 +22,12 @@ import numpy as np
 import torch
 
 from hpc_train import files
-from hpc_train.errors import UserError, plural, some_of
+from hpc_train.errors import UserError, plural, size_text, some_of
 from hpc_train.host.memory import free_bytes
 from hpc_train.job.devices import used_devices
 from hpc_train.mpi.agreement import agreed, from_first, same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, import_mpi, library_version
-from hpc_train.planning.schedules import size as size_text
 from hpc_train.times import time_text
 
 logger = logging.getLogger(__name__)

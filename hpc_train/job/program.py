@@ -12,7 +12,14 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
 from hpc_train import log
-from hpc_train.errors import EXIT_FAILURE, HpcTrainError, Stopped, file_error, print_error
+from hpc_train.errors import (
+    EXIT_FAILURE,
+    HpcTrainError,
+    Stopped,
+    file_error,
+    print_error,
+    told_interrupted,
+)
 from hpc_train.host.process import seconds_since_begin
 from hpc_train.job.exhausted import note_remedy
 from hpc_train.job.preemption import signals_kept
@@ -40,11 +47,15 @@ def run(program: Callable[[Runtime], None], *, ask_scheduler: bool = True) -> in
             keep signals that ask the job to stop (`signals_kept`).
 
     Returns:
-        0 finished, 75 stopped with a checkpoint, 2 the user's mistake, 1 any other error.
+        0 finished, 75 stopped with a checkpoint, 2 the user's mistake, 130 interrupted by Ctrl-C,
+        1 any other error.
     """
     faulthandler.enable()
-    with signals_kept() if ask_scheduler else nullcontext():
-        return _started(program, ask_scheduler=ask_scheduler)
+    try:
+        with signals_kept() if ask_scheduler else nullcontext():
+            return _started(program, ask_scheduler=ask_scheduler)
+    except KeyboardInterrupt:
+        return told_interrupted()
 
 
 def _started(program: Callable[[Runtime], None], *, ask_scheduler: bool) -> int:

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, size_text
 from hpc_train.seeds import mix
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -285,9 +285,9 @@ class Deferring(TorchFunctionMode):
             return ""
         name, parameter = max(whole, key=lambda one: one[1].nbytes)
         at, made = parameter.untyped_storage().data_ptr(), "they were made with their values"
-        mib = sum(p.nbytes for _, p in whole) / 2**20
+        nbytes = sum(p.nbytes for _, p in whole)
         return (
-            f"every rank built {mib:.1f} MiB of parameters whole, because "
+            f"every rank built {size_text(nbytes)} of parameters whole, because "
             f"{self.because.get(at, made)} (the largest is {name})"
         )
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from hpc_train.config import RunConfig
 from hpc_train.config.spread import RECOMPUTED, Recompute, Zero
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, size_text
 from hpc_train.models.shape import Shape
 from hpc_train.planning.layouts import Candidate
-from hpc_train.planning.schedules import micro_batching, size, sizes_that_divide
+from hpc_train.planning.schedules import micro_batching, sizes_that_divide
 
 BytesOfNodes = int | NDArray[np.int64]
 
@@ -117,10 +117,10 @@ class PlannedJob:
         number = self.largest_micro_batch(room)
         smaller = self._with_micro_batch(number)
         if number < micro_batching(self.config)[0] and (smaller.needs() <= room).all():
-            found.append(f"--data.micro_batch {number} (needs {size(smaller.needed())})")
+            found.append(f"--data.micro_batch {number} (needs {size_text(smaller.needed())})")
         for text, job in self.leaner():
             if (job.needs() <= room).all():
-                found.append(f"{text} (needs {size(job.needed())})")
+                found.append(f"{text} (needs {size_text(job.needed())})")
         return f"give {', or '.join(found[:REMEDIES])}" if found else MORE
 
 
@@ -162,6 +162,7 @@ def _compare(
     needed, left = int(needs[worst]), int(np.broadcast_to(free, needs.shape)[worst])
     if needed > left:
         raise ConfigError(
-            f"the training needs {size(needed)} of {where[worst]}, which has {size(left)} left",
+            f"the training needs {size_text(needed)} of {where[worst]}, which has "
+            f"{size_text(left)} left",
             remedy(),
         )

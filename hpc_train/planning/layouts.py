@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hpc_train.config import ParallelSection, RunConfig
 from hpc_train.config.spread import Recompute, Zero
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, size_text
 from hpc_train.models.shape import PartCost, Shape
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.topology import Topology
@@ -23,7 +23,7 @@ from hpc_train.parallel.schedule import Name, build
 from hpc_train.parallel.simulate import enough
 from hpc_train.planning.machine import Machine
 from hpc_train.planning.model import division_of
-from hpc_train.planning.schedules import memory, micro_batching, size, sizes_that_divide
+from hpc_train.planning.schedules import memory, micro_batching, sizes_that_divide
 from hpc_train.planning.state import Dividing
 
 GIB = 1 << 30
@@ -241,5 +241,5 @@ def why_too_large(layout: Candidate, machine: Machine) -> str:
         (int(of_nodes[machine.device != "cpu"].max()), machine.node_gib, "node"),
     ):
         if gib is not None and need > gib * GIB:
-            return f"needs {size(need)} of a {whose}'s {size(round(gib * GIB))}"
+            return f"needs {size_text(need)} of a {whose}'s {size_text(round(gib * GIB))}"
     return ""

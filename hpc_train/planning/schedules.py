@@ -241,9 +241,3 @@ def _more_in_backward(parts: Sequence[PartCost], kept: Sequence[float]) -> float
 
 def _sums(values: Sequence[float], runs: Sequence[range]) -> list[float]:
     return [sum(values[run.start : run.stop]) for run in runs]
-
-
-def size(number: int) -> str:
-    """A number of bytes as text: in MiB, and from 1 GiB on in GiB."""
-    mib = number / 2**20
-    return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"

@@ -24,7 +24,7 @@ from hpc_train.data.packing import PackedDataset
 from hpc_train.data.reader import check_by_number
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.tables.balanced import RowsOfClass
-from hpc_train.errors import ConfigError, UserError, plural
+from hpc_train.errors import ConfigError, UserError, plural, size_text
 from hpc_train.gradients import GradientAverager, LossScaler
 from hpc_train.gradients.unwaited import UnwaitedClipping
 from hpc_train.models.deferred import check_has_memory, deferred, recipes_of
@@ -36,7 +36,6 @@ from hpc_train.mpi.topology import discover
 from hpc_train.parallel import batch_norm
 from hpc_train.parallel.apply import ParallelModel, apply
 from hpc_train.parallel.compiled import compile_blocks
-from hpc_train.planning.schedules import size
 from hpc_train.training import averaging, sharing
 from hpc_train.training.costs import RunCosts
 from hpc_train.training.device import (
@@ -258,7 +257,7 @@ def _built(config: RunConfig, task: TrainingTask, group: Group) -> nn.Module:
                 logger.info(
                     "every rank built the whole model (%s): give TrainingTask a function that "
                     "builds it, and each rank fills its own part only",
-                    size(nbytes),
+                    size_text(nbytes),
                 )
         check_loss(task.loss, model)
         if not any(parameter.requires_grad for parameter in model.parameters()):

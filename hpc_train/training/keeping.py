@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hpc_train.errors import size_text
 from hpc_train.gradients import GradientAverager
 from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.gradients.zero import ShardedAverager
 from hpc_train.host.memory import free_bytes
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.planning.schedules import size
 from hpc_train.training.micro_batch import USED
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _memory(streamed: StreamedParameters | None, runtime: Runtime) -> dict[Param
             logger.warning(
                 "memory.zero 3: the divided parameters have no elements now, because a node has "
                 "no memory for the %s of each rank; a checkpoint has their values",
-                size(needed),
+                size_text(needed),
             )
         return {}
     return values

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from hpc_train.collectives.overwrite import overwrite
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, size_text
 from hpc_train.host.allocator import return_freed_memory
 from hpc_train.host.memory import PeakMemory
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.planning.schedules import size as size_text
 from hpc_train.planning.schedules import sizes_that_divide
 from hpc_train.training.device import free_memory_of
 

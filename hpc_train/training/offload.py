@@ -13,7 +13,6 @@ import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, size_text
 from hpc_train.gradients.buckets import is_dense
 from hpc_train.gradients.hooks import after_step, before_step
-from hpc_train.planning.schedules import size
 
 PAGE = 4096  # bytes: tensors begin at pages of their own
 
@@ -37,7 +35,7 @@ class OffloadedState:
     The file has no name, so nothing is left of it when the process ends.
 
     Args:
-        optimizer: has no state yet. It gets the state of an optimizer before its first step.
+        optimizer: has no state yet. As without a file, a parameter gets it with its first gradient.
         folder: on the node's own disk. It must exist.
 
     Raises:
@@ -46,30 +44,23 @@ class OffloadedState:
 
     def __init__(self, optimizer: Optimizer, folder: Path) -> None:
         self.optimizer = optimizer
-        is_sgd = isinstance(optimizer, SGD)
-        self._slots = ["momentum_buffer"] if is_sgd else ["exp_avg", "exp_avg_sq"]
-        room = sum(_aligned(p.nbytes) for p in self._parameters()) * len(self._slots)
+        self._is_sgd = isinstance(optimizer, SGD)
+        self._slots = ["momentum_buffer"] if self._is_sgd else ["exp_avg", "exp_avg_sq"]
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._begins: dict[tuple[Parameter, str], int] = {}
+        room = 0
+        for parameter in self._parameters:
+            for slot in self._slots:
+                self._begins[parameter, slot] = room
+                room += _aligned(parameter.nbytes)
         self._file = _reserved(folder, max(room, PAGE))
         self._memory = mmap.mmap(self._file, max(room, PAGE))
-        self._begins: dict[tuple[Parameter, str], int] = {}
         self._writer = ThreadPoolExecutor(1, "offload")
         self._writing: Future[None] | None = None
-        place = 0
-        for parameter in self._parameters():
-            state: dict[str, Any] = {} if is_sgd else {"step": torch.zeros(())}
-            for slot in self._slots:
-                self._begins[parameter, slot] = place
-                place += _aligned(parameter.nbytes)
-                state[slot] = self.place(parameter, slot)
-            optimizer.state[parameter] = state
         self._hooks = [
-            before_step(optimizer, lambda *_: self._read_ahead()),
+            before_step(optimizer, lambda *_: self._begin_step()),
             after_step(optimizer, lambda *_: self._write_behind()),
         ]
-
-    def _parameters(self) -> Iterator[Parameter]:
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
 
     def place(self, parameter: Parameter, slot: str) -> Tensor | None:
         """The memory in the file for a tensor of the state; None if it has none there."""
@@ -82,8 +73,20 @@ class OffloadedState:
             return flat.view(parameter.shape)
         return flat.as_strided(parameter.shape, parameter.stride())
 
-    def _read_ahead(self) -> None:
+    def _begin_step(self) -> None:
+        """Make the state that torch would make in this step, and read ahead what there is."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and not self.optimizer.state.get(parameter):
+                self.optimizer.state[parameter] = self._first_state(parameter)
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def _first_state(self, parameter: Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = {} if self._is_sgd else {"step": torch.zeros(())}
+        for slot in self._slots:
+            kept = self.place(parameter, slot)
+            assert kept is not None
+            state[slot] = kept.zero_()
+        return state
 
     def _write_behind(self) -> None:
         if self._writing is None or self._writing.done():
@@ -115,9 +118,9 @@ def _reserved(folder: Path, nbytes: int) -> int:
             raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = f"{size_text(nbytes)} of the optimizer's state" if full else "the optimizer's state"
         raise UserError(
-            f"memory.offload: {folder} cannot take {size(nbytes)} of the optimizer's state "
-            f"({error.strerror})",
+            f"memory.offload: {folder} cannot take {what} ({error.strerror})",
             "give a folder on the node's own disk, "
             + ("with more room" if full else "which is there and may be written to"),
         ) from None

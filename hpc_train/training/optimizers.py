@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from hpc_train.config import OptimizerSection
 from hpc_train.errors import plural
@@ -90,6 +91,28 @@ def set_precision(model: nn.Module, real: torch.dtype) -> None:
         return tensor.to(real) if tensor.is_floating_point() else tensor
 
     model._apply(converted)
+
+
+class SGD(torch.optim.SGD):
+    """torch's SGD, in which a parameter may get its first gradient later than others.
+
+    torch's fused step takes momenta of all parameters or of none.
+    """
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        momentum_buffer_list: list[Tensor | None],
+    ) -> bool:
+        is_sparse: bool = super()._init_group(group, params, grads, momentum_buffer_list)
+        if any(momentum is not None for momentum in momentum_buffer_list):
+            momentum_buffer_list[:] = [
+                torch.zeros_like(parameter) if momentum is None else momentum
+                for parameter, momentum in zip(params, momentum_buffer_list, strict=True)
+            ]
+        return is_sparse
 
 
 def _lean(kind: type[Optimizer]) -> Callable[..., Optimizer]:

@@ -193,12 +193,19 @@ def linear():
     return model, torch.optim.AdamW(model.parameters())
 
 
+def frozen():
+    model, _ = make()
+    model.a.bias.requires_grad_(False)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
         (lambda: make(5), r"its model.a.bias is F64 \[4\], the model's is float64 \[5\]"),
         (lambda: make(4, torch.optim.SGD), "made with optimizer.name adamw, this run has sgd"),
         (linear, "only the"),
+        (frozen, r"optim\.a\.bias\.exp_avg, but .* does not have a\.bias: train that .* own"),
     ],
 )
 def test_another_model_or_optimizer_is_refused_by_name(tmp_path, other, message):

@@ -191,7 +191,7 @@ def test_ranks_see_what_others_wrote_before_they_told(job):
 
 @pytest.mark.mpi(min_size=2)
 def test_too_little_shared_memory_is_told_and_not_a_bus_error(job):
-    with pytest.raises(SetupError, match="/dev/shm of .* has .* MiB free"):
+    with pytest.raises(SetupError, match="/dev/shm of .* has .*B free"):
         NodeMemory(job.world, 1 << 60, signals=1)
 
 

@@ -136,7 +136,7 @@ def test_too_little_shared_memory_on_one_node_is_one_line(job, monkeypatch):
     levels = halves(job.world)
     if levels.cross.rank == 1:
         monkeypatch.setattr(node, "SPARE", 1 << 60)
-    with pytest.raises(SetupError, match="rank . .*: /dev/shm of .* has .* MiB free") as error:
+    with pytest.raises(SetupError, match="rank . .*: /dev/shm of .* has .*B free") as error:
         start(nn.Linear(3, 2), levels, two_level="on")
     assert str(error.value).count("rank ") == 1
     levels.close()

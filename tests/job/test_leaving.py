@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.checkpoint.restore import Tensors
-from hpc_train.errors import EXIT_STOPPED, UserError
+from hpc_train.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from hpc_train.job.program import run
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -167,9 +167,12 @@ def test_a_process_alone_that_ends_in_its_loop_has_saved(tmp_path, leaving):
                 if job.seen == 17:
                     raise leaving
 
-    with pytest.raises(type(leaving)) as caught:
-        run(program)
-    assert caught.value is leaving
+    if isinstance(leaving, KeyboardInterrupt):
+        assert run(program) == EXIT_INTERRUPTED
+    else:
+        with pytest.raises(type(leaving)) as caught:
+            run(program)
+        assert caught.value is leaving
     jobs[0].check_saved(17)
 
 

@@ -277,7 +277,7 @@ def test_what_does_not_fit_is_left_out_and_said():
     for layout in EVERY[SHARED]:
         assert bool(why_too_large(layout, small)) == (layout.memory[1] > 0.004 * 2**30)
     assert why_too_large(EVERY[SHARED][0], replace(MACHINE, rank_gib=1e-6)).endswith(
-        "of a rank's 0.0 MiB"
+        "of a rank's 1.049 KiB"
     )
 
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from hpc_train.config.file import load
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, size_text
 from hpc_train.planning.fits import PlannedJob, check_fits, check_host_fits
 from hpc_train.planning.model import planned_shape
-from hpc_train.planning.schedules import size
 
 MODEL = "--model.vocab=256 --model.layers=8 --model.hidden=512 --model.heads=8 --data.batch=32"
 
@@ -83,7 +82,7 @@ def test_on_gpus_a_rank_counts_and_the_optimizer_can_move_to_the_host():
     found = on_gpu.remedy(room)
     assert found.startswith("give --memory.zero 1 --memory.offload optimizer (needs")
     moved = job("--memory.offload=optimizer", "--data.batch=8", on_cpu=False)
-    assert f"(needs {size(moved.needed())})" in found
+    assert f"(needs {size_text(moved.needed())})" in found
     assert moved.needed() <= room
 
 

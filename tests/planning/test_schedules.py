@@ -14,7 +14,7 @@ from hpc_train.config.file import load
 from hpc_train.errors import ConfigError
 from hpc_train.parallel.schedule import build
 from hpc_train.planning.model import planned_shape
-from hpc_train.planning.schedules import memory, plan, size
+from hpc_train.planning.schedules import memory, plan
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
 
@@ -163,8 +163,3 @@ def test_planning_loads_neither_torch_nor_mpi(config):
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
-
-
-def test_sizes():
-    assert size(3 * 2**19) == "1.5 MiB"
-    assert size(5 * 2**29) == "2.50 GiB"

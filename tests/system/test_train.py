@@ -177,6 +177,45 @@ def test_ctrl_c_stops_with_a_checkpoint_where_there_is_no_launcher(program):
     assert program.checkpoint("run", len(program.losses("run"))).exists()
 
 
+OWN_PROGRAM = """
+import os, signal, sys, time, torch, hpc_train
+
+def main(runtime):
+    press = lambda: os.kill(os.getpid(), signal.SIGINT)
+    if sys.argv[1] == "beside":
+        press()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hpc_train.Loop(runtime, "run", model, optimizer) as loop:
+        for _, batches in loop.epochs(torch.ones(8, 2), batch=4, epochs=9):
+            for batch in batches:
+                loop.backward(model(batch).mean())
+                press()
+                if sys.argv[1] == "twice":
+                    time.sleep(1.1)
+                    press()
+                loop.step()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(hpc_train.run(main))
+"""
+
+
+ENDED = "hpc-train: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "told"), [("loop", 75, ""), ("twice", 130, ENDED), ("beside", 130, ENDED)]
+)
+def test_ctrl_c_stops_an_own_loop_with_a_checkpoint_and_ends_all_else(tmp_path, where, code, told):
+    script = tmp_path / "own.py"
+    script.write_text(OWN_PROGRAM)
+    done = run(*python(str(script)), where, cwd=tmp_path)
+    assert_succeeded(done, code)
+    assert done.stderr == told
+    assert (tmp_path / "run" / "step-000000001.safetensors").exists() == (where == "loop")
+
+
 def holds(process, number):
     """Whether a process blocks a signal, which it does while it starts."""
     status = Path(f"/proc/{process.pid}/status").read_text()

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from hpc_train.errors import plural
+from hpc_train.errors import plural, size_text
 from hpc_train.job.communication.figures import (
     BARE,
     HALVING,
@@ -22,7 +22,6 @@ from hpc_train.job.communication.figures import (
     SCOPES,
     SHARED,
     CollectiveFigure,
-    bytes_text,
 )
 from hpc_train.times import time_text
 
@@ -128,7 +127,7 @@ def _plot(
         parts.append(_line(x(size), top, x(size), bottom))
         parts.append(
             f'<text class="faint" text-anchor="middle" x="{x(size):.1f}" y="{bottom + 16}">'
-            f"{bytes_text(size)}</text>"
+            f"{size_text(size)}</text>"
         )
     for name, colour in COLOURS.items():
         mine = sorted((f for f in figures if f.implementation == name), key=lambda f: f.nbytes)
@@ -139,7 +138,7 @@ def _plot(
                 f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
             )
         for (across, down), figure in zip(places, mine, strict=True):
-            told = f"{name}, {bytes_text(figure.nbytes)}: {what} {words(value(figure))}"
+            told = f"{name}, {size_text(figure.nbytes)}: {what} {words(value(figure))}"
             parts.append(
                 f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3.2" fill="{colour}">'
                 f"<title>{escape(told)}</title></circle>"

@@ -142,11 +142,3 @@ def to_csv(figures: Sequence[CollectiveFigure]) -> str:
     writer.writeheader()
     writer.writerows(figure.as_row() for figure in figures)
     return text.getvalue()
-
-
-def bytes_text(nbytes: int) -> str:
-    """A size in words: 64 MiB, 1.5 KiB, 8 B."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g} {name}"
-    return f"{nbytes} B"

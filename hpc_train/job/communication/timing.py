@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpc_train.errors import ConfigError, HpcTrainError, SetupError
+from hpc_train.errors import ConfigError, HpcTrainError, SetupError, size_text
 from hpc_train.host.memory import free_bytes
 from hpc_train.job.communication.budget import WARM_UP, Budget, repeats
 from hpc_train.job.communication.figures import (
@@ -27,7 +27,6 @@ from hpc_train.job.communication.figures import (
     PING_PONG,
     CollectiveFigure,
     OperationName,
-    bytes_text,
     elements,
     figure_of,
 )
@@ -188,7 +187,7 @@ class _Measurement:
         self.scopes.close()
         there = {figure.implementation for figure in self.measured.figures}
         for (name, reason), left_out in self.left_out.items():
-            shown = ", ".join(bytes_text(size) for size in sorted(left_out))
+            shown = ", ".join(size_text(size) for size in sorted(left_out))
             where = f"in all operations at {shown}" if name in there else "at all"
             self.measured.notes.append(f"{name} is not measured {where}: {reason}")
         return self.measured
@@ -227,7 +226,7 @@ class _Measurement:
     def _sizes(self) -> list[int]:
         """The sizes that memory has room for, the same on all ranks. Collective."""
         most = self.world.smallest(free_bytes() // (COPIES * self.levels.node.size))
-        if large := [bytes_text(size) for size in self.wanted.sizes if size > most]:
+        if large := [size_text(size) for size in self.wanted.sizes if size > most]:
             self.measured.notes.append(
                 f"{', '.join(large)} left out: a node has too little free memory for all its ranks"
             )
@@ -336,7 +335,7 @@ class _Measurement:
             right = expected(case.operation, ranks.whole, count)
             if not torch.equal(found.cpu(), right):
                 failure = HpcTrainError(
-                    f"{case.operation} of {bytes_text(case.nbytes)} by "
+                    f"{case.operation} of {size_text(case.nbytes)} by "
                     f"{IMPLEMENTATIONS[case.implementation]} has a wrong result",
                     "do not train on this machine before its MPI library or network is mended",
                 )
