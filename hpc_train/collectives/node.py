@@ -58,7 +58,7 @@ class NodeMemory:
         assert node.comm is not None
         self.node = node
         # Each signal has a row with one number for each rank, so a wait reads contiguous memory.
-        header = 8 * signals * node.size
+        header = 8 * max(1, signals) * node.size  # an empty file cannot be mapped
         # Parts have pages of their own, so each can be near its rank (NUMA) or pinned for a GPU.
         begins = [0, *accumulate(_pages(n) for n in [header, *node.comm.allgather(nbytes)])]
         total = sum(node.comm.allgather(nbytes if touched is None else touched))
@@ -70,7 +70,7 @@ class NodeMemory:
         except SetupError:
             self._free()
             raise
-        rows = torch.frombuffer(memory, dtype=torch.int64, count=header // 8).view(signals, -1)
+        rows = torch.frombuffer(memory, dtype=torch.int64, count=header // 8).view(-1, node.size)
         self._signals = [memoryview(row.numpy()) for row in rows]  # quicker to read than a tensor
         self.parts = [_part(memory, *ends) for ends in pairwise(begins[1:])]
         """The ranks' parts, as uint8 tensors of one dimension, aligned, in the order of ranks."""

@@ -315,12 +315,15 @@ def on_all_nodes(
     Returns:
         What `make` returned, and None; or None and the error on all ranks if it failed on any node.
         Objects that other nodes had made are closed then.
+
+    Raises:
+        HpcTrainError: `make` failed otherwise on some rank.
     """
-    failure: SetupError | None = None
+    failure: Exception | None = None
     made: ClosableT | None = None
     try:
         made = make()
-    except SetupError as error:
+    except Exception as error:  # noqa: BLE001  # the other nodes must hear of any error
         failure = error
     try:
         settle(group, failure)
