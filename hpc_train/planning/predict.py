@@ -325,11 +325,11 @@ class StepModel:
 
 
 def rounds_of_messages(nodes: int) -> int:
-    """Number of messages one after the other in a sum over nodes: the fewer of ring and tree.
+    """Number of messages one after the other in a sum over nodes, which is that of a tree.
 
-    docs/scaling.md has the formula.
+    A ring never has fewer. docs/scaling.md has the formulas of both.
     """
-    return min(2 * (nodes - 1), 2 * math.ceil(math.log2(nodes)))
+    return 2 * math.ceil(math.log2(nodes))
 
 
 def halving(ranks: int, nodes: int) -> tuple[float, float]:

@@ -107,11 +107,13 @@ def micro_batching(config: RunConfig) -> tuple[int, int]:
         ConfigError: the batch is not a multiple of dp x micro-batch.
     """
     batch, dp = config.data.batch, config.parallel.dp or 1
-    size = config.data.samples_at_a_time or max(1, batch // dp)
+    given = config.data.samples_at_a_time
+    size = given or max(1, batch // dp)
     if batch % (dp * size):
         raise ConfigError(
-            f"data.batch {batch} is not divisible by parallel.dp {dp} x data.micro_batch {size}",
-            "give a multiple of their product",
+            f"data.batch {batch} is not divisible by parallel.dp {dp}"
+            + f" x data.micro_batch {size}" * bool(given),
+            "give a multiple of their product" if given else "give a multiple of it",
         )
     return size, batch // dp // size
 
