@@ -242,6 +242,29 @@ def test_the_predicted_traffic_across_nodes_is_the_measured_one(words):
     assert by_node.tolist() == pytest.approx(list(expected.values()))
 
 
+@pytest.mark.parametrize("sequence", ["false", "true"])
+def test_tensor_groups_exchange_what_products_are_computed_in(sequence):
+    def sent(dtype):
+        words = f"--parallel.tp=2 --parallel.dp=1 --parallel.sequence_parallel={sequence}"
+        sizes = [*MODEL.split(), "--data.batch=8", *words.split(), f"--precision.dtype={dtype}"]
+        layout = Candidate(load(None, sizes), SHAPE, node_of_ranks(1, 2, 1, 2, 1))
+        machine = replace(MACHINE, compute={dtype: MACHINE.compute["float32"]})
+        return StepModel(layout, machine).traffic()[0].max()
+
+    # Of the sums, the embedding's stays in 32 bits.
+    every = {"false": 6 * 4 + 2, "true": 6 * 5 + 2.5}[sequence]
+    assert sent("bfloat16") / sent("float32") == pytest.approx((every + 1) / 2 / every)
+
+
+def test_a_flat_sum_leaves_a_node_once():
+    sizes = [*MODEL.split(), "--data.batch=8", "--parallel.dp=8", "--memory.zero=0"]
+    for way, share in (("auto", 1.0), ("off", 2 * 7 / 8)):
+        config = load(None, [*sizes, f"--gradients.two_level={way}"])
+        step = StepModel(Candidate(config, SHAPE, node_of_ranks(2, 4, 8, 1, 1)), MACHINE)
+        nbytes = np.broadcast_to(step.averaged_across(), step.node.shape)
+        assert nbytes[:4].sum() == nbytes[4:].sum() == pytest.approx(share * step.state.max())
+
+
 def test_ranks_that_share_cores_take_their_turns():
     """Four nodes of two ranks on the cores of two: eight ranks take four times as long."""
     shared = Machine({"float32": Compute(1e10, 2e10, 0.5e10)}, math.inf, NO_COST, NO_COST)
