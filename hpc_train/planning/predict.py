@@ -178,7 +178,8 @@ class StepModel:
         modules, parts = self.modules(), self.layout.parts
         for stage, run in enumerate(self.layout.runs):
             rank = stage % self.pp
-            forward, back, weight = map(sum, zip(*(modules[i] for i in run), strict=True))
+            own = zip(*(modules[i] for i in run), strict=True)
+            forward, back, weight = (sum(times, start=0.0) for times in own)
             lane = self.lane(rank, self.crossing_tensor)
             for i in run:
                 one = summing(self.inside, lane, self.tp, self.tensor_nodes, self.summed[i])
