@@ -325,6 +325,24 @@ def test_the_fastest_come_first_and_each_size_once(capsys):
     assert max(map(len, text.split("the first")[0].splitlines())) <= 100
 
 
+@pytest.mark.parametrize(("kind", "unit"), [("gpt", "tokens/s"), ("tabular_mlp", "samples/s")])
+def test_the_speed_is_told_in_tokens_of_text_or_in_samples(kind, unit, tmp_path, capsys):
+    config = CONFIG
+    if kind != "gpt":
+        csv = tmp_path / "t.csv"
+        csv.write_text("a,b,y\n" + "".join(f"{i},{i % 7},{i % 3}\n" for i in range(60)))
+        prepare = ["prepare", "table", str(csv), "--target", "y", "--out", str(tmp_path / "t")]
+        assert run(*command(*prepare)).returncode == 0
+        words = [f"--model.kind={kind}", f"--data.path={tmp_path / 't'}", "--data.batch=32"]
+        config = load(None, words)
+    made = choose(config, MACHINE, 1, 2)
+    show_layouts(made, as_json=False)
+    assert capsys.readouterr().out.count(unit) == 2, "in the table and below it"
+    for row in made.layouts:
+        assert row.samples_per_second == pytest.approx(32 / row.step_seconds)
+        assert row.tokens_per_second in (None, pytest.approx(32 * 32 / row.step_seconds))
+
+
 def test_a_description_of_other_ranks_is_warned_of(capsys):
     assert choose(CONFIG, replace(MACHINE, ranks_per_node=2), *SHARED).warning == ""
     made = choose(CONFIG, replace(MACHINE, ranks_per_node=4), *SHARED)
