@@ -303,8 +303,8 @@ def predicted_activations(how: str, samples: int, sizes: dict[str, int] = DEEP) 
     config = load(None, words)
     shape = shape_of(config.model, sizes["vocab"])
     runs = [range(len(shape.parts()))]
-    ((activations, _),) = memory(config, shape, build("1f1b", 1, 1), runs, samples)
-    return activations / MB
+    (needs,) = memory(config, shape, build("1f1b", 1, 1), runs, samples)
+    return needs.activations / MB
 
 
 def model_options(sizes: dict[str, int]) -> list[str]:

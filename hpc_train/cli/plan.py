@@ -42,7 +42,7 @@ activations  """
 NOTES_ON_LAYOUTS = """\
 options   sequence: parallel.sequence_parallel; zero, recompute: those of memory
 samples   samples of a micro-batch
-tokens/s  tokens per second of the whole job
+{speed:9} {noun} per second of the whole job
 memory    memory of the rank that needs most
 bubble    share of the step in which processors would wait if messages took no time
 messages  share of the step that messages add
@@ -245,14 +245,20 @@ def show_layouts(made: Choice, *, as_json: bool, every: bool = False) -> None:
         print(_how_to_measure(made))
     if made.warning:
         print(f"warning: {made.warning}")
-    print(NOTES_ON_LAYOUTS)
+    noun = _noun(made.layouts)
+    print(NOTES_ON_LAYOUTS.format(speed=f"{noun}/s", noun=noun))
+
+
+def _noun(rows: Sequence[Row]) -> str:
+    """What the speed is told in: tokens of text, or else samples."""
+    return "samples" if rows[0].tokens_per_second is None else "tokens"
 
 
 def _layouts(rows: Sequence[Row]) -> Table:
 
     table = _table(
         ["dp x tp x pp", "schedule", "options"],
-        ["samples", "step s", "tokens/s", "memory", "bubble", "messages"],
+        ["samples", "step s", f"{_noun(rows)}/s", "memory", "bubble", "messages"],
         narrow=True,
     )
     for row in rows:
@@ -262,7 +268,7 @@ def _layouts(rows: Sequence[Row]) -> Table:
             " ".join(_options(row)),
             str(row.micro_batch),
             f"{row.step_seconds:.4g}",
-            f"{row.tokens_per_second:.0f}",
+            f"{row.tokens_per_second or row.samples_per_second:.0f}",
             size_text(row.memory_bytes),
             f"{row.bubble:.0%}",
             f"{row.communication:.0%}",

@@ -263,6 +263,11 @@ def _write(given: Namespace, study: ScaleStudy, name: str) -> None:
         most_nodes=study.most_nodes,
         targets=given.predict,
     )
+    if missing := sorted({*given.predict} - {row.nodes for row in figures.rows}):
+        say(
+            f"nothing is predicted for --predict {','.join(map(str, missing))}: the model, which "
+            "needs two numbers of nodes, gives no time there, or the batch has too few samples"
+        )
     text = paragraph(figures, name, study.steps, study.warmup, study.config.run.steps)
     for suffix, content in (
         ("txt", f"{text}\n"),

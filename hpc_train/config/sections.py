@@ -64,7 +64,8 @@ class RunSection:
     limit."""
     hang_steps: int = 20
     """The same limit inside a step, as a multiple of the longest step so far, but at least 60 s. 0
-    disables it."""
+    disables it. Ranks watch each other only with run.hang_timeout; without it, only the launcher
+    notices a hang, by this limit and the time of the longest save."""
     nonfinite: Literal["stop", "warn"] = "stop"
     """What happens when a loss, a gradient's norm or a trained parameter is infinite or not a
     number. stop ends the run before the step is taken, or before a checkpoint of it is written.

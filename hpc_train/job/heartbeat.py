@@ -80,7 +80,8 @@ class Heartbeat:
             due: seconds in which the next report must come; 0 without a limit.
         """
         now = time.monotonic()
-        if self.path is None or (now - self._last < BEAT_SECONDS and due <= self._due):
+        longer = (due or math.inf) > (self._due or math.inf)
+        if self.path is None or (now - self._last < BEAT_SECONDS and not longer):
             return
         self._last, self._due = now, due
         protocol.write_progress(self.path, step, due)

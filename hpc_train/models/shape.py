@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from hpc_train.errors import ConfigError, plural
@@ -32,6 +32,7 @@ class Division:
 
 
 UNDIVIDED = Division()
+WIDE_BYTES = 4  # of a number that is not in 16 bits while products are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class PartCost:
         weights: number of elements in the matrices of its products, on all ranks that share them.
         flops: floating-point operations of a sample's forward pass, on all those ranks.
         activations: numbers that a rank keeps for the backward pass of a sample.
+        wide: those of them that stay in 32 bits where products have 16: the inputs of norms, which
+            are the sums that go from block to block, and what a softmax of the head has.
         recomputed: the same number if the part is recomputed, by the value of memory.recompute,
             selective or full; empty for a part that never is.
         gradients: numbers that the backward pass of a recomputed part has besides, at its peak: the
@@ -59,8 +62,32 @@ class PartCost:
     activations: float
     sums: tuple[float, float]
     overhead: float
+    wide: float = 0.0
     recomputed: Mapping[str, float] = field(default_factory=dict)
     gradients: float = 0.0
+
+    def in_bytes(self, item: int, samples: float, tp: int) -> PartCost:
+        """The part with bytes in place of numbers, in `activations`, `recomputed` and `gradients`.
+
+        A 16-bit format has a copy of each weight, too, which is kept from a forward pass to its
+        backward pass. A part that is recomputed keeps no copies, and of the wide numbers its input.
+
+        Args:
+            item: bytes of a number in the format that products are computed in.
+            samples: samples of a micro-batch.
+            tp: number of ranks that share the weights.
+        """
+        more = max(0, WIDE_BYTES - item)
+        copies = item * self.weights / tp if more else 0.0
+        own = more * min(self.wide, self.recomputed.get("full", 0.0))  # its input and its result
+        return replace(
+            self,
+            activations=samples * (item * self.activations + more * self.wide) + copies,
+            recomputed={
+                way: samples * (item * kept + own) for way, kept in self.recomputed.items()
+            },
+            gradients=samples * (item * self.gradients + own),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +164,10 @@ class Shape(ABC):
         """The size of a block's matrices factored at this rank, as a share of their full size."""
 
     def kept(self, parts: Sequence[PartCost], recompute: str | int) -> list[float]:
-        """Numbers that each part keeps for the backward pass of a sample.
+        """Numbers, or bytes, that each part keeps for its backward pass.
 
         Args:
-            parts: the costs of the parts, from `parts`.
+            parts: the costs of the parts, from `parts`, or the same `in_bytes`.
             recompute: the value of memory.recompute.
         """
         every = recompute if isinstance(recompute, int) else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ COUNTER_SECONDS = 30.0  # seconds between two reads of counters
 # Seconds between two reads of a meter of power: a tenth of the golden ratio's square. Steps of a
 # training take no rational multiple of it, so reads do not keep time with them.
 POWER_SECONDS = 0.26180339887498949
+LONGEST_GAP = 30.0  # seconds between two reads of power that are integrated
 CLOSE_SECONDS = 5.0  # seconds to wait for the end of a read
 MOST_WATTS = 1000.0  # of what one counter that wraps counts: a processor with its memory
 
@@ -24,7 +26,8 @@ class EnergyMeter:
 
     Counters of energy give differences, whatever happens between two reads. One that wraps is read
     at least twice before it can wrap. If a read comes so late that it may have wrapped unseen, that
-    time is not counted, neither as energy nor as time. Power is integrated by the trapezoidal rule.
+    time is not counted, neither as energy nor as time. Power is integrated by the trapezoidal rule;
+    what lies between two reads that are more than LONGEST_GAP apart is not known, and not counted.
 
     Args:
         sources: what is read.
@@ -67,10 +70,10 @@ class EnergyMeter:
         """Add what a source has counted since its last read."""
         then, before = self._last[source.name]
         passed = now - then
+        if passed > (LONGEST_GAP if source.is_power else source.wrap / MOST_WATTS or math.inf):
+            return
         if source.is_power:
             more = passed * (before + value) / 2
-        elif source.wrap and passed > source.wrap / MOST_WATTS:
-            return
         elif value >= before:
             more = value - before
         else:  # it has wrapped, or it was set to 0

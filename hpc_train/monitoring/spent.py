@@ -11,7 +11,7 @@ from typing import Any, Self
 from hpc_train.files import lines_of
 
 WITH_COSTS = ("metrics.jsonl", "events.jsonl")
-TAIL_BYTES = 1 << 16  # of each of these files, among whose lines the last costs are
+TAIL_BYTES = 1 << 16  # of each of these files, among whose lines the last costs mostly are
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,16 @@ def describe_joules(joules: float) -> str:
 
 def costs_in(directory: Path) -> SpentCosts:
     """The largest costs that records and events of a run directory tell of."""
-    found = [SpentCosts()]
-    for name in WITH_COSTS:
-        for record in lines_of(directory / name, TAIL_BYTES):
+    return max((_largest(directory / name) for name in WITH_COSTS), key=lambda one: one.node_hours)
+
+
+def _largest(path: Path) -> SpentCosts:
+    """The largest costs in a file. Lines may be long: the event of a start names all ranks."""
+    largest = SpentCosts()
+    for last_bytes in (TAIL_BYTES, None):
+        for record in lines_of(path, last_bytes):
             with suppress(ValueError, TypeError, OverflowError):  # a damaged line
-                found.append(SpentCosts.of(record))
-    return max(found, key=lambda one: one.node_hours)
+                largest = max(largest, SpentCosts.of(record), key=lambda one: one.node_hours)
+        if largest.node_hours:
+            break
+    return largest

@@ -27,7 +27,8 @@ class Row:
         schedule, virtual_stages, sequence_parallel, micro_batch, zero, recompute: the keys of the
             configuration. The schedule matters only for pp above 1.
         step_seconds: seconds of a step.
-        tokens_per_second: tokens per second of the whole job.
+        samples_per_second, tokens_per_second: of the whole job; tokens are those of text, and None
+            for a model of tables.
         memory_bytes: bytes on the rank that needs most.
         bubble, communication: shares of the step, see `predict.Prediction`.
     """
@@ -42,7 +43,8 @@ class Row:
     zero: int
     recompute: Recompute
     step_seconds: float
-    tokens_per_second: float
+    samples_per_second: float
+    tokens_per_second: float | None
     memory_bytes: int
     bubble: float
     communication: float
@@ -51,7 +53,7 @@ class Row:
     def of(cls, layout: Candidate, machine: Machine) -> Row:
         """Predict a layout."""
         config, prediction = layout.config, predict(layout, machine)
-        parallel, tokens = config.parallel, config.data.batch * layout.shape.tokens
+        parallel, samples = config.parallel, config.data.batch / prediction.seconds
         dp, tp, pp = layout.sizes
         return cls(
             dp,
@@ -64,7 +66,8 @@ class Row:
             config.memory.stage,
             config.memory.recompute,
             prediction.seconds,
-            tokens / prediction.seconds,
+            samples,
+            samples * layout.shape.tokens if config.model.kind == "gpt" else None,
             layout.memory[0],
             prediction.bubble,
             prediction.communication,

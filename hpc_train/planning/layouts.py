@@ -101,13 +101,14 @@ class Candidate:
         The last ones are those of the node's memory if ranks compute on GPUs.
         """
         parallel = self.config.parallel
-        micro_batch: float
         micro_batch, number = micro_batching(self.config)
         few = enough(parallel.pp, number)[-1]
-        if parallel.schedule == "gpipe":  # only gpipe holds more when there are more micro-batches
-            micro_batch *= number / few
+        # Only gpipe holds more when there are more micro-batches.
+        held = number / few if parallel.schedule == "gpipe" else 1.0
         schedule = build(parallel.schedule, parallel.pp, few, parallel.stages_per_rank)
-        needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, self.dividing)
+        needs = memory(
+            self.config, self.shape, schedule, self.runs, micro_batch, self.dividing, held
+        )
 
         def of_nodes(shares: Sequence[float]) -> NDArray[np.int64]:
             each = np.broadcast_to(np.array(shares, dtype=float)[None, :, None], self.node.shape)

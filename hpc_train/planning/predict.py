@@ -76,7 +76,11 @@ class StepModel:
         shape = layout.shape
         trained = self._by_rank(trained_parameters(self.config, shape, layout.parts)[0])
         self.state = self.item * trained  # bytes of what a rank trains, and of its gradients
-        self.activation = self.micro_batch * shape.tokens * shape.hidden * self.item
+        numbers = self.micro_batch * shape.tokens * shape.hidden
+        self.activation = numbers * self.item  # bytes of what stages pass on
+        # Bytes that a tensor group sums. The embedding's result is no product: it stays in 32 bits.
+        products = numbers * ITEM_BYTES[self.config.precision.dtype]
+        self.summed = [self.activation, *[products] * (len(layout.parts) - 1)]
         self.crossing_next = self.node != np.roll(self.node, -1, axis=1)
         self.crossing_previous = self.node != np.roll(self.node, 1, axis=1)
         first, last = self.node.min(axis=2, keepdims=True), self.node.max(axis=2, keepdims=True)
@@ -174,13 +178,16 @@ class StepModel:
         modules, parts = self.modules(), self.layout.parts
         for stage, run in enumerate(self.layout.runs):
             rank = stage % self.pp
-            forward, back, weight = map(sum, zip(*(modules[i] for i in run), strict=True))
-            there, here = zip(*(parts[i].sums for i in run), strict=True)
+            own = zip(*(modules[i] for i in run), strict=True)
+            forward, back, weight = (sum(times, start=0.0) for times in own)
             lane = self.lane(rank, self.crossing_tensor)
-            one = summing(self.inside, lane, self.tp, self.tensor_nodes, self.activation)
+            for i in run:
+                one = summing(self.inside, lane, self.tp, self.tensor_nodes, self.summed[i])
+                forward += parts[i].sums[0] * one
+                back += parts[i].sums[1] * one
             yield Costs(
-                forward + sum(there) * one,
-                back + sum(here) * one,
+                forward,
+                back,
                 weight,
                 self._sending(rank, self.crossing_next),
                 self._sending(rank, self.crossing_previous),
@@ -231,9 +238,10 @@ class StepModel:
         yield self.node[:, :1] != self.node[:, -1:], ends
 
     def _tensor_traffic(self) -> tuple[Array, Array]:
-        sums = self._by_rank([sum(part.sums) for part in self.layout.parts])
+        parts = zip(self.layout.parts, self.summed, strict=True)
+        nbytes = self._by_rank([sum(part.sums) * each for part, each in parts])
         inside, across = halving(self.tp, self.tensor_nodes)
-        return self.n * inside * self.activation * sums, self.n * across * self.activation * sums
+        return self.n * inside * nbytes, self.n * across * nbytes
 
     # Averaging.
 
@@ -250,13 +258,18 @@ class StepModel:
         return 2 * (ranks - 1) / ranks * self.state * self.inside.beta
 
     def averaged_across(self) -> Array:
-        """Bytes that each rank sends to other nodes to average the gradients."""
+        """Bytes that each rank sends to other nodes to average the gradients.
+
+        A flat sum is a ring of all replicas, of which only some have their next one on another
+        node.
+        """
         nodes, ranks = self.layout.replicas
         if nodes == 1 or not self.averages:
             return np.zeros((1, 1, 1))
         gradients = self.config.gradients
         flat = gradients.engine == "horovod" or gradients.two_level == "off"
-        parts, share = (self.dp, 1.0) if flat else (nodes, 1 / ranks)
+        leaving: Array = (self.node != np.roll(self.node, -1, axis=0)) * 1.0
+        parts, share = (self.dp, leaving) if flat else (nodes, 1 / ranks)
         by = self.layout.dividing
         # Each pass gathers parameters forward and backward, and the last one sends gradients.
         again = by.passes + 0.5 if (by.zero, by.scope) == (3, "all") else 1.0
@@ -325,11 +338,11 @@ class StepModel:
 
 
 def rounds_of_messages(nodes: int) -> int:
-    """Number of messages one after the other in a sum over nodes: the fewer of ring and tree.
+    """Number of messages one after the other in a sum over nodes, which is that of a tree.
 
-    docs/scaling.md has the formula.
+    A ring never has fewer. docs/scaling.md has the formulas of both.
     """
-    return min(2 * (nodes - 1), 2 * math.ceil(math.log2(nodes)))
+    return 2 * math.ceil(math.log2(nodes))
 
 
 def halving(ranks: int, nodes: int) -> tuple[float, float]:

@@ -107,11 +107,13 @@ def micro_batching(config: RunConfig) -> tuple[int, int]:
         ConfigError: the batch is not a multiple of dp x micro-batch.
     """
     batch, dp = config.data.batch, config.parallel.dp or 1
-    size = config.data.samples_at_a_time or max(1, batch // dp)
+    given = config.data.samples_at_a_time
+    size = given or max(1, batch // dp)
     if batch % (dp * size):
         raise ConfigError(
-            f"data.batch {batch} is not divisible by parallel.dp {dp} x data.micro_batch {size}",
-            "give a multiple of their product",
+            f"data.batch {batch} is not divisible by parallel.dp {dp}"
+            + f" x data.micro_batch {size}" * bool(given),
+            "give a multiple of their product" if given else "give a multiple of it",
         )
     return size, batch // dp // size
 
@@ -179,8 +181,9 @@ def memory(
     shape: Shape,
     schedule: Schedule,
     runs: Sequence[range],
-    micro_batch: float,
+    micro_batch: int,
     by: Dividing = WHOLE_STATE,
+    held: float = 1.0,
 ) -> list[RankBytes]:
     """The memory that each pipeline rank needs.
 
@@ -192,20 +195,22 @@ def memory(
             stage c of rank r.
         micro_batch: samples of a micro-batch.
         by: how replicas divide the state.
+        held: how many times as many micro-batches are held as the schedule has.
     """
     parts, pp = shape.parts(division_of(config.parallel)), len(schedule)
-    each = shape.kept(parts, config.memory.recompute)
-    mask = 0 if config.data.across_documents else shape.tokens**2  # of the tokens that are seen
-    kept = [its + mask for its in _sums(each, runs)]
-    # While a block's backward pass runs, the block has all of its activations, and those after it
-    # have none any more.
-    again = [
-        _more_in_backward(parts[run.start : run.stop], each[run.start : run.stop]) for run in runs
-    ]
-    activation, parameter = (
+    item, parameter = (
         ITEM_BYTES[config.precision.dtype],
         ITEM_BYTES[config.precision.parameters],
     )
+    costs = [part.in_bytes(item, micro_batch, config.parallel.tp) for part in parts]
+    each = shape.kept(costs, config.memory.recompute)
+    seen = 0 if config.data.across_documents else shape.tokens**2  # the tokens that a token sees
+    kept = [its + item * micro_batch * seen for its in _sums(each, runs)]
+    # While a block's backward pass runs, the block has all of its activations, and those after it
+    # have none any more.
+    again = [
+        _more_in_backward(costs[run.start : run.stop], each[run.start : run.stop]) for run in runs
+    ]
     offloaded = config.memory.offload != "none" and not config.memory.staged
     moments = 0 if offloaded else OPTIMIZER_TENSORS[config.optimizer.name]
     trained, frozen = trained_parameters(config, shape, parts)
@@ -213,12 +218,12 @@ def memory(
     stages, left = ([[of[i] * parameter for i in its] for its in mine] for of in (trained, frozen))
     found = []
     for rank, actions in enumerate(schedule):
-        live = peak_live(actions, kept[rank::pp]) + max(again[rank::pp])
+        live = held * peak_live(actions, kept[rank::pp]) + max(again[rank::pp])
         state = state_bytes(stages[rank], moments, by, left[rank])
         summed = max(parameter, SUMMED_BYTES) / parameter * state.gradients
         beside = share_in_node(config.gradients, by) * summed
         where = (state.on_gpu, state.total) if by.staged else (state.total, beside)
-        found.append(RankBytes(round(live * micro_batch * activation), *map(round, where)))
+        found.append(RankBytes(round(live), *map(round, where)))
     return found
 
 

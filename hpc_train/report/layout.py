@@ -66,7 +66,7 @@ def layout_of(event: dict[str, Any]) -> Layout | None:
             ranks = of_host[host]
             layout.drawn.append(DrawnHost(name, len(ranks), ranks[:left]))
             left -= len(ranks)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
     layout.spans = {
         axis: _span(places, number) for number, axis in enumerate(PLACE_AXES, 1) if sizes[axis] > 1

@@ -88,14 +88,14 @@ class ChartFrame:
 
 def speedup_chart(figures: Figures) -> Markup:
     """Speed-up over nodes: measured, fitted, predicted, and in proportion to the nodes."""
-    rows = figures.rows
-    first, last = rows[0].nodes, rows[-1].nodes
-    highest = max(last / first, *(row.speedup for row in rows), 2.0)
-    lowest = min(1.0, *(row.speedup for row in rows))
+    rows, (first, last) = figures.rows, _ends(figures)
+    ideal_ends = [(nodes, nodes / rows[0].nodes) for nodes in (first, last)]
+    highest = max(ideal_ends[1][1], *(row.speedup for row in rows), 2.0)
+    lowest = min(ideal_ends[0][1], *(row.speedup for row in rows))
     low, high = (2.0 ** math.floor(math.log2(lowest)), 2.0 ** math.ceil(math.log2(highest)))
     frame = ChartFrame(first, last, low, high, logarithmic=True)
     ticks = [low * 2**power for power in range(round(math.log2(high / low)) + 1)]
-    ideal = frame.path("ideal", [(first, 1.0), (last, last / first)])
+    ideal = frame.path("ideal", ideal_ends)
     return _chart(
         "Speed-up over nodes", frame, figures, ticks, lambda v: f"{v:g}", ideal, scaled=True
     )
@@ -106,9 +106,9 @@ def efficiency_chart(figures: Figures) -> Markup:
     rows = figures.rows
     highest = max(1.0, *(row.efficiency for row in rows))
     high = math.ceil(highest * 5 - 1e-6) / 5
-    frame = ChartFrame(rows[0].nodes, rows[-1].nodes, 0.0, high)
+    ends = _ends(figures)
+    frame = ChartFrame(*ends, 0.0, high)
     ticks = [step / 5 for step in range(round(high * 5) + 1)]
-    ends = (rows[0].nodes, rows[-1].nodes)
     least = frame.path("ideal", [(nodes, figures.least_efficiency) for nodes in ends])
     return _chart(
         "Parallel efficiency over nodes",
@@ -119,6 +119,12 @@ def efficiency_chart(figures: Figures) -> Markup:
         least,
         scaled=False,
     )
+
+
+def _ends(figures: Figures) -> tuple[int, int]:
+    """The smallest and the largest number of nodes, measured or predicted."""
+    nodes = [row.nodes for row in figures.rows]
+    return min(nodes), max(nodes)
 
 
 def _chart(
@@ -135,26 +141,28 @@ def _chart(
     rows, first = figures.rows, figures.rows[0]
 
     def value(seconds: float, nodes: float) -> float:
+        if seconds <= 0:  # the model's on one node, or the low end of an interval
+            return math.inf
         speedup = first.seconds / seconds * (nodes / first.nodes if figures.weak else 1.0)
         return speedup if scaled else speedup * first.nodes / nodes
 
     parts = [frame.axes([row.nodes for row in rows], ticks, text), reference]
     model, largest = figures.model, figures.measured[-1].nodes
-    if model is not None and figures.predicted:
-        ends = [figures.measured[-1], *figures.predicted]
-        start = model.seconds(largest)
-        lower = [value(start, largest), *(value(row.high, row.nodes) for row in ends[1:])]
-        upper = [value(start, largest), *(value(row.low, row.nodes) for row in ends[1:])]
-        counts = [row.nodes for row in ends]
-        parts.append(
-            frame.band(list(zip(counts, lower, strict=True)), list(zip(counts, upper, strict=True)))
-        )
     if model is not None:
+        start: _Place = (largest, value(model.seconds(largest), largest))
+        beyond = [row for row in figures.predicted if row.nodes > largest]
+        lower = [start, *((row.nodes, value(row.high, row.nodes)) for row in beyond)]
+        upper = [start, *((row.nodes, value(row.low, row.nodes)) for row in beyond)]
+        parts.append(frame.band(lower, upper))
         span = [frame.first * (frame.last / frame.first) ** (i / CURVE) for i in range(CURVE + 1)]
-        counts = sorted({round(one) for one in span} | {largest})
+        counts = sorted({round(one) for one in span} | {first.nodes, largest})
         curve = [(float(count), value(model.seconds(count), count)) for count in counts]
-        parts.append(frame.path("fit", [place for place in curve if place[0] <= largest]))
-        parts.append(frame.path("further", [place for place in curve if place[0] >= largest]))
+        for kind, begin, end in (
+            ("further", frame.first, first.nodes),
+            ("fit", first.nodes, largest),
+            ("further", largest, frame.last),
+        ):
+            parts.append(frame.path(kind, [place for place in curve if begin <= place[0] <= end]))
     for row in rows:
         middle, low, high = (
             value(seconds, row.nodes) for seconds in (row.seconds, row.high, row.low)

@@ -150,15 +150,17 @@ class StepTimeModel:
         )
 
     @property
-    def serial_share(self) -> float:
-        """Amdahl's share of a strong model.
+    def serial_share(self) -> float | None:
+        """Amdahl's share of a strong model; None if the model gives no time on one node.
 
         It is the part of the time on one node that stays however many nodes there are: the work
         that is not divided, and the transfer of the gradients. Messages are not in it, because
         their time grows. Amdahl, "Validity of the single processor approach to achieving large
         scale computing capabilities", AFIPS Conference Proceedings 30, 1967.
         """
-        return (self.coefficients["inside"] + 2 * self.coefficients["ring"]) / self.seconds(1)
+        alone = self.seconds(1)
+        stays = self.coefficients["inside"] + 2 * self.coefficients["ring"]
+        return stays / alone if alone > 0 else None
 
 
 def predictions(
@@ -166,11 +168,15 @@ def predictions(
 ) -> list[PredictedTime]:
     """Predict the time of a step on several numbers of nodes.
 
+    A number for which the model gives no time above 0 is left out. One node is such a number if the
+    model has nothing but communication, as where more nodes were slower.
+
     The interval is that of a parametric bootstrap (Efron and Tibshirani, "An introduction to the
     bootstrap", 1993): the model is fitted again to points that are drawn from the measured ones and
     their errors. It is no narrower than the error of `left_out`, which the draws do not know.
     """
     model = StepTimeModel.of(points, basis)
+    targets = [nodes for nodes in targets if model.seconds(nodes) > 0]
     seconds, errors = np.array([point.seconds for point in points]), _errors(points)
     freedom = max(LEAST_FREEDOM, sum(point.runs - 1 for point in points))
     random = np.random.default_rng(0)  # the same data give the same page
@@ -183,7 +189,7 @@ def predictions(
     predicted = []
     for nodes, least, most in zip(targets, low.tolist(), high.tolist(), strict=True):
         middle = model.seconds(nodes)
-        wide = (min(least, middle * (1 - missed)), max(most, middle * (1 + missed)))
+        wide = (min(least, middle * max(0.0, 1 - missed)), max(most, middle * (1 + missed)))
         predicted.append(PredictedTime(nodes, middle, *wide))
     return predicted
 
@@ -202,7 +208,7 @@ def left_out(points: Sequence[TimePoint], basis: Basis) -> float | None:
     return StepTimeModel.of(ordered[:-1], basis).seconds(last.nodes) / last.seconds - 1
 
 
-def gustafson_share(nodes: int, speedup: float) -> float:
+def gustafson_share(nodes: float, speedup: float) -> float:
     """The serial share of a scaled speed-up.
 
     Gustafson, "Reevaluating Amdahl's law", Communications of the ACM 31, 1988.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hpc_train.errors import plural
 from hpc_train.scaling.summary import Figures, ScaleRow
 
+NOT_MEASURED = "Prediction, not measured:"
 SHARED = (
     "Caution: {shared}. So these figures say little about a machine whose nodes have cores of "
     "their own."
@@ -71,12 +72,18 @@ def _measured(figures: Figures, first: ScaleRow, last: ScaleRow) -> list[str]:
     share = figures.serial_share
     if share is not None:
         law = (
-            "By Gustafson's law the serial share of the work"
+            "by Gustafson's law the serial share of the work"
             if figures.weak
-            else "By Amdahl's law the share of the time on one node that more nodes do not shorten"
+            else "by Amdahl's law the share of the time on one node that more nodes do not shorten"
         )
-        sentences.append(f"{law} is {percent(share)}.")
+        known = figures.weak or first.nodes == 1
+        sentences.append(_marked(f"{law} is {percent(share)}.", measured=known))
     return sentences
+
+
+def _marked(sentence: str, *, measured: bool) -> str:
+    """The sentence, with a mark in front of it if it tells what was not measured."""
+    return sentence[0].upper() + sentence[1:] if measured else f"{NOT_MEASURED} {sentence}"
 
 
 def _range(row: ScaleRow) -> str:
@@ -118,7 +125,7 @@ def _predicted(figures: Figures, last: ScaleRow) -> list[str]:
     if figures.predicted:
         one = figures.predicted[0]
         sentences.append(
-            f"Prediction, not measured: the fitted model gives {in_digits(one.seconds)} s "
+            f"{NOT_MEASURED} the fitted model gives {in_digits(one.seconds)} s "
             f"(90 % interval {in_digits(one.low)} to {in_digits(one.high)}) on "
             f"{in_nodes(one.nodes)}, a parallel efficiency of {percent(one.efficiency)}."
         )
@@ -134,15 +141,11 @@ def _predicted(figures: Figures, last: ScaleRow) -> list[str]:
 
 def worthwhile(figures: Figures) -> str:
     """The sentence that says up to how many nodes the training is worth it."""
-    count, largest = figures.worthwhile or 0, figures.measured[-1].nodes
-    predicted = "Prediction, not measured: the" if count > largest else "The"
+    count = figures.worthwhile or 0
     least = f"at least {percent(figures.least_efficiency)}"
-    if count == figures.most:
-        return (
-            f"{predicted} parallel efficiency is {least} up to {in_nodes(count)}, and more nodes "
-            "were not looked at."
-        )
-    return f"{predicted} parallel efficiency is {least} up to {in_nodes(count)}, and lower on more."
+    more = "more nodes were not looked at" if count == figures.most else "lower on more"
+    sentence = f"the parallel efficiency is {least} up to {in_nodes(count)}, and {more}."
+    return _marked(sentence, measured=count in [row.nodes for row in figures.measured])
 
 
 def in_nodes(count: int) -> str:

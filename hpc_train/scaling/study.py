@@ -140,10 +140,7 @@ class ScaleStudy:
             UserError: the folder has another study, or cannot be written.
         """
         path, mine = self.folder / STUDY, self._identity()
-        try:
-            before = json.loads(path.read_text())
-        except (OSError, ValueError):
-            before = None
+        before = files.parsed_object(files.system_text(path))
         if before not in (None, mine) and any(self.folder.glob("nodes-*-run-*")):
             changed = [key for key in mine if before.get(key) != mine[key]]
             raise UserError(

@@ -109,16 +109,18 @@ class Figures:
     def serial_share(self) -> float | None:
         """Amdahl's share, or in weak scaling Gustafson's on most nodes.
 
-        None: it is not known, or it is above 1, as more nodes are slower than one.
+        None: it is not known, as the model gives no time on one node, or it is above 1, as more
+        nodes are slower than one.
         """
         if self.model is None:
             return None
         first, last = self.measured[0], self.measured[-1]
+        share: float | None
         if self.weak:
-            share = max(0.0, gustafson_share(last.nodes // first.nodes, last.speedup))
+            share = max(0.0, gustafson_share(last.nodes / first.nodes, last.speedup))
         else:
             share = self.model.serial_share
-        return share if share <= 1 else None
+        return share if share is not None and share <= 1 else None
 
 
 def time_points(runs: Sequence[MeasuredRun]) -> list[TimePoint]:
@@ -163,6 +165,7 @@ def figures_of(
         least_efficiency: the parallel efficiency below which more nodes are not worth it.
         most_nodes: the largest number of nodes that the training can be divided over.
         targets: numbers of nodes to predict; by default 2, 4 and 8 times as many as were measured.
+            Those that cannot be predicted have no row.
     """
     basis: Basis = WEAK if weak else STRONG
     points = time_points(runs)
@@ -175,9 +178,9 @@ def figures_of(
     if len(points) > 1:
         model = StepTimeModel.of(points, basis)
         wanted = sorted({*(targets or (2 * largest, 4 * largest, 8 * largest))} - {*by_nodes})
-        wanted = [nodes for nodes in wanted if nodes <= most]
+        wanted = [nodes for nodes in wanted if nodes <= most and _batch(rows[0], nodes, weak=weak)]
         for one in predictions(points, basis, wanted):
-            batch = rows[0].batch * one.nodes // rows[0].nodes if weak else rows[0].batch
+            batch = _batch(rows[0], one.nodes, weak=weak)
             row = ScaleRow(
                 one.nodes,
                 rows[0].ranks * one.nodes // rows[0].nodes,
@@ -234,6 +237,11 @@ def _measured(point: TimePoint, runs: Sequence[MeasuredRun], any_run: MeasuredRu
             for name in mine[0].phases
         },
     )
+
+
+def _batch(first: ScaleRow, nodes: int, *, weak: bool) -> int:
+    """Samples per step on this number of nodes."""
+    return first.batch * nodes // first.nodes if weak else first.batch
 
 
 def _relative(row: ScaleRow, first: ScaleRow) -> ScaleRow:

@@ -151,7 +151,8 @@ class RunCosts(ExtraState):
     def now(self) -> SpentCosts:
         """The costs up to now on rank 0. Energy counts up to the last record or checkpoint."""
         hours = self._before.node_hours + self._own_seconds() * self.nodes / 3600
-        return SpentCosts(hours, self.total.joules, self.total.metered_node_hours)
+        known = max(self._before, self.total, key=lambda one: one.node_hours)
+        return SpentCosts(hours, known.joules, known.metered_node_hours)
 
     def values(self) -> dict[str, Any]:
         """The costs up to the checkpoint."""

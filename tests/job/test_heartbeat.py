@@ -62,5 +62,8 @@ def test_progress_goes_through_the_file_that_the_launcher_names(tmp_path, monkey
     for step, due in ((4, 60.0), (5, 60.0), (6, 900.0), (7, 60.0)):
         heartbeat.tell(step, due)
     assert protocol.read_progress(path)[:2] == (6, 900.0), "a longer wait is told at once"
+    for step, due in ((8, 0.0), (9, 900.0)):
+        heartbeat.tell(step, due)
+    assert protocol.read_progress(path)[:2] == (8, 0.0), "no limit is longer than any"
     monkeypatch.setenv(protocol.PROGRESS, str(tmp_path / "missing" / "progress.json"))
     Heartbeat(Group()).tell(4, 60.0)

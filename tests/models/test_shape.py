@@ -71,8 +71,9 @@ def test_parameters_are_those_of_the_module(tied):
     assert total(shape, "parameters", pp=2) - real == shape.tied  # both stages have the matrix
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_activations_are_what_autograd_keeps(dropout):
+def test_activations_are_what_autograd_keeps(dropout, dtype):
     shape = replace(SHAPE, dropout=dropout)
     module = shape.build()
     module.seed_samples([1, 2])
@@ -86,10 +87,14 @@ def test_activations_are_what_autograd_keeps(dropout):
         return tensor
 
     tokens = torch.zeros(2, 32, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
+    ):
         module(tokens, tokens)
     real = sum(nbytes for nbytes, _ in kept.values())
-    assert 4 * 2 * total(shape, "activations") == pytest.approx(real, rel=0.03)
+    costs = [part.in_bytes(dtype.itemsize, 2, 1) for part in shape.parts()]
+    assert sum(part.activations for part in costs) == pytest.approx(real, rel=0.03)
 
 
 def test_tensor_and_sequence_parallel_divide_activations_as_in_the_paper():

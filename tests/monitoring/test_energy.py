@@ -89,6 +89,15 @@ def test_what_may_have_wrapped_unseen_is_neither_energy_nor_time(gaps, watts):
     assert meter.joules == pytest.approx(seen * watts, rel=1e-6, abs=1e-3)
 
 
+def test_what_lies_in_a_gap_between_reads_of_power_is_neither_energy_nor_time():
+    machine = Machine()
+    meter = EnergyMeter([EnergySource("hwmon", "gpu", lambda: 300.0, is_power=True)], machine.clock)
+    for gap in (1.0, 3600.0, 2.0):
+        machine.now += gap
+        meter.update()
+    assert (meter.joules, meter.seconds) == (3 * 300.0, 3.0)
+
+
 def test_a_counter_that_was_set_back_goes_on_from_zero():
     values, machine = [900.0, 950.0, 20.0, 30.0], Machine()
     meter = EnergyMeter([EnergySource("nvml", "gpu", lambda: values.pop(0))], machine.clock)

@@ -7,6 +7,14 @@ import pytest
 from hpc_train.monitoring.spent import SpentCosts, costs_in
 
 
+def test_the_start_of_a_large_job_tells_its_costs(tmp_path):
+    ranks = [[rank // 64, rank, 0, 0] for rank in range(8192)]
+    event = {"event": "start", "ranks": ranks, "node_hours": 50.0, "joules": 5e6}
+    other = {"event": "preflight"}
+    (tmp_path / "events.jsonl").write_text(f"{json.dumps(event)}\n{json.dumps(other)}\n")
+    assert costs_in(tmp_path) == SpentCosts(50.0, 5e6)
+
+
 @pytest.mark.parametrize(
     ("spent", "words"),
     [

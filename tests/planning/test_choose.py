@@ -242,6 +242,29 @@ def test_the_predicted_traffic_across_nodes_is_the_measured_one(words):
     assert by_node.tolist() == pytest.approx(list(expected.values()))
 
 
+@pytest.mark.parametrize("sequence", ["false", "true"])
+def test_tensor_groups_exchange_what_products_are_computed_in(sequence):
+    def sent(dtype):
+        words = f"--parallel.tp=2 --parallel.dp=1 --parallel.sequence_parallel={sequence}"
+        sizes = [*MODEL.split(), "--data.batch=8", *words.split(), f"--precision.dtype={dtype}"]
+        layout = Candidate(load(None, sizes), SHAPE, node_of_ranks(1, 2, 1, 2, 1))
+        machine = replace(MACHINE, compute={dtype: MACHINE.compute["float32"]})
+        return StepModel(layout, machine).traffic()[0].max()
+
+    # Of the sums, the embedding's stays in 32 bits.
+    every = {"false": 6 * 4 + 2, "true": 6 * 5 + 2.5}[sequence]
+    assert sent("bfloat16") / sent("float32") == pytest.approx((every + 1) / 2 / every)
+
+
+def test_a_flat_sum_leaves_a_node_once():
+    sizes = [*MODEL.split(), "--data.batch=8", "--parallel.dp=8", "--memory.zero=0"]
+    for way, share in (("auto", 1.0), ("off", 2 * 7 / 8)):
+        config = load(None, [*sizes, f"--gradients.two_level={way}"])
+        step = StepModel(Candidate(config, SHAPE, node_of_ranks(2, 4, 8, 1, 1)), MACHINE)
+        nbytes = np.broadcast_to(step.averaged_across(), step.node.shape)
+        assert nbytes[:4].sum() == nbytes[4:].sum() == pytest.approx(share * step.state.max())
+
+
 def test_ranks_that_share_cores_take_their_turns():
     """Four nodes of two ranks on the cores of two: eight ranks take four times as long."""
     shared = Machine({"float32": Compute(1e10, 2e10, 0.5e10)}, math.inf, NO_COST, NO_COST)
@@ -300,6 +323,24 @@ def test_the_fastest_come_first_and_each_size_once(capsys):
     text = capsys.readouterr().out
     assert f"the first: {made.layouts[0].options()}\n" in text
     assert max(map(len, text.split("the first")[0].splitlines())) <= 100
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("gpt", "tokens/s"), ("tabular_mlp", "samples/s")])
+def test_the_speed_is_told_in_tokens_of_text_or_in_samples(kind, unit, tmp_path, capsys):
+    config = CONFIG
+    if kind != "gpt":
+        csv = tmp_path / "t.csv"
+        csv.write_text("a,b,y\n" + "".join(f"{i},{i % 7},{i % 3}\n" for i in range(60)))
+        prepare = ["prepare", "table", str(csv), "--target", "y", "--out", str(tmp_path / "t")]
+        assert run(*command(*prepare)).returncode == 0
+        words = [f"--model.kind={kind}", f"--data.path={tmp_path / 't'}", "--data.batch=32"]
+        config = load(None, words)
+    made = choose(config, MACHINE, 1, 2)
+    show_layouts(made, as_json=False)
+    assert capsys.readouterr().out.count(unit) == 2, "in the table and below it"
+    for row in made.layouts:
+        assert row.samples_per_second == pytest.approx(32 / row.step_seconds)
+        assert row.tokens_per_second in (None, pytest.approx(32 * 32 / row.step_seconds))
 
 
 def test_a_description_of_other_ranks_is_warned_of(capsys):

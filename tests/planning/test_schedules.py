@@ -73,6 +73,11 @@ def test_memory_is_counted_on_every_rank():
     numbers = 12 * 64**2 + 13 * 64
     assert first[1] == 4 * 4 * (numbers + 256 * 64 + 32 * 64)
     assert last[1] == 4 * 4 * (numbers + 256 * 64 + 2 * 64)
+    short = replace(config, precision=replace(config.precision, dtype="bfloat16"))
+    short_first, short_last = memory(short, planned_shape(short), schedule, runs, micro_batch=1)
+    kept = 2 * block + 2 * 2 * 64 * 32 + 2 * 12 * 64**2  # inputs of norms, copies of weights
+    assert short_first[0] == 2 * kept
+    assert short_last[0] == kept + 32 * (6 * 64 + 4 * 256) + 2 * 256 * 64
     config = replace(config, data=replace(config.data, across_documents=False))
     masked = memory(config, planned_shape(config), schedule, runs, micro_batch=1)
     masks = [4 * 32**2 * live for live in (2, 1)]
@@ -102,6 +107,16 @@ def test_sgd_and_number_formats_count(config):
     assert state("--optimizer.name=sgd") * 4 == state() * 3
     assert state("--precision.dtype=float64") == state() * 2
     assert state("--precision.dtype=bfloat16") == state(), "the parameters stay float32"
+
+
+def test_a_recomputed_block_keeps_its_input_in_32_bits(config):
+    def kept(dtype, layers):
+        words = ["--parallel.pp=1", "--memory.recompute=full", f"--precision.dtype={dtype}"]
+        made = plan(load(config, [*words, f"--model.layers={layers}"]))
+        return made.schedules[0].activation_bytes
+
+    short, whole = (kept(dtype, 20) - kept(dtype, 10) for dtype in ("bfloat16", "float32"))
+    assert short == whole
 
 
 def test_schedules_that_need_more_layers_are_left_out(config, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from hpc_train.report.layout import layout_of
@@ -37,6 +39,7 @@ def test_a_large_job_is_drawn_in_part():
         {"hosts": 3},
         {"ranks": [[0, 0]]},
         {"ranks": [None]},
+        {"ranks": [[0, 0, 0, math.inf]]},
         {"ranks": [[0, 0, 0, "a"]]},
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.config.file import load
 from hpc_train.errors import UserError
-from hpc_train.scaling.study import ScaleStudy
+from hpc_train.scaling.study import STUDY, ScaleStudy
 
 
 def study(folder, *options, nodes=(1, 2, 4), weak=False, **changed):
@@ -41,7 +41,7 @@ def test_dp_grows_and_the_batch_grows_in_weak_scaling_only(tmp_path, weak, batch
 @pytest.mark.parametrize(
     ("options", "changed", "message"),
     [
-        ([], {"nodes": (1, 3)}, "on 3 nodes data.batch 16 is not divisible"),
+        ([], {"nodes": (1, 3)}, "on 3 nodes data.batch 16 is not divisible by parallel.dp 6:"),
         ([], {"nodes": (2, 3), "weak": True, "ranks_per_node": 1, "repeats": 1}, ""),
         (["--data.batch", "15"], {"nodes": (2, 3), "weak": True}, "on 2 nodes data.batch 15"),
         (["--parallel.tp", "4"], {}, "no multiple of parallel.tp x parallel.pp"),
@@ -67,6 +67,15 @@ def test_a_folder_has_one_study_which_may_grow(tmp_path):
     study(tmp_path, nodes=(1, 2, 4, 8), repeats=5, warmup=4).claim()
     with pytest.raises(UserError, match="another configuration"):
         study(tmp_path, "--optimizer.lr", "0.5").claim()
+    with pytest.raises(UserError, match="another --steps"):
+        study(tmp_path, steps=9).claim()
+
+
+@pytest.mark.parametrize("content", ["[1]", "3", "{", "[" * 50_000])
+def test_a_damaged_study_is_written_anew(tmp_path, content):
+    (tmp_path / STUDY).write_text(content)
+    (tmp_path / "nodes-1-run-1").mkdir()
+    study(tmp_path).claim()
     with pytest.raises(UserError, match="another --steps"):
         study(tmp_path, steps=9).claim()
 

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hpc_train.scaling.charts import phase_chart
+from hpc_train.scaling.charts import LEFT, RIGHT, WIDTH, phase_chart
 from hpc_train.scaling.page import page
-from hpc_train.scaling.paragraph import paragraph
+from hpc_train.scaling.paragraph import paragraph, worthwhile
 from hpc_train.scaling.summary import as_csv, figures_of, time_points
 from tests.scaling.studies import measured
 
@@ -53,6 +53,12 @@ def test_weak_scaling_counts_samples():
     assert [row.batch for row in figures.predicted] == [128, 256, 512]
 
 
+def test_gustafsons_share_takes_any_ratio_of_nodes():
+    runs = [measured(2, 1.0, batch=32), measured(5, 1.0 * 2.5 / 1.9, batch=80)]
+    figures = figures_of(runs, weak=True, **LIMITS)
+    assert figures.serial_share == pytest.approx(0.4)
+
+
 def test_no_more_nodes_are_predicted_than_there_are_samples():
     assert [row.nodes for row in strong(most_nodes=16).predicted] == [8, 16]
     figures = strong(most_nodes=6)
@@ -62,6 +68,30 @@ def test_no_more_nodes_are_predicted_than_there_are_samples():
 
 def test_numbers_of_nodes_to_predict_can_be_given():
     assert [row.nodes for row in strong(targets=[4, 100]).predicted] == [100]
+
+
+@pytest.mark.parametrize("targets", [[], [1], [1, 2, 16]])
+@pytest.mark.parametrize("weak", [False, True])
+@pytest.mark.parametrize("times", [{2: 0.1, 4: 0.2}, {4: 1.0, 8: 1.5}, {4: 1.0, 8: 0.6}])
+def test_a_study_without_one_node_has_a_page(times, weak, targets):
+    runs = [measured(n, t, batch=2 * n if weak else 16) for n, t in times.items()]
+    figures = figures_of(runs, weak=weak, targets=targets, **LIMITS)
+    text = page(figures, "gpt", paragraph(figures, "gpt", 4, 1, None), "1.0")
+    assert "Amdahl's law" not in text or "Prediction, not measured: by Amdahl's law" in text
+    assert all(row.seconds > 0 and row.low >= 0 for row in figures.rows)
+    for chart in re.findall("<svg.*?</svg>", text, re.DOTALL)[:2]:
+        places = [float(x) for x in re.findall(r'cx="(-?[\d.]+)"', chart)]
+        assert len(places) == len(figures.rows)
+        (band,) = re.findall(r'class="band" points="([^"]*)"', chart)
+        places += [float(place.split(",")[0]) for place in band.split()]
+        assert min(places) >= LEFT
+        assert max(places) <= WIDTH - RIGHT
+
+
+def test_what_lies_between_measured_numbers_of_nodes_is_a_prediction():
+    figures = figures_of([measured(1, 1.0), measured(64, 0.9)], weak=False, **LIMITS)
+    assert 1 < figures.worthwhile < 64
+    assert worthwhile(figures).startswith("Prediction, not measured: the parallel efficiency is")
 
 
 def test_one_number_of_nodes_has_no_model():

@@ -48,6 +48,18 @@ def test_each_source_of_a_node_counts_once(group, together):
         assert every == [every[0]] * group.size  # what a checkpoint holds is the same on all ranks
 
 
+def test_a_failure_before_the_first_sum_keeps_the_energy_of_earlier_jobs(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 10, "node_hours": 5.0, "joules": 4e6, "metered_node_hours": 4.5}\n'
+    )
+    spent = RunCosts(Runtime(Group(), Group()), 3, saved=True)
+    with spent.counting(tmp_path, FoundEnergy()):
+        assert spent.now().joules == 4e6
+        spent.take({"costs": {"node_hours": 6.0, "joules": 5e6, "metered_node_hours": 5.5}})
+        assert spent.now().joules == 5e6
+        assert spent.now().metered_node_hours == 5.5
+
+
 @pytest.mark.ranks(2)
 def test_a_node_without_counters_is_told(group, together, caplog):
     with caplog.at_level("INFO"):

@@ -111,6 +111,7 @@ al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
             weights=0.0,
             flops=0.0,
             activations=T * C * self._masks / _cut(division),
+            wide=T * C * self._masks / _cut(division),
             sums=(0.5, 0.5) if division.sequence_parallel else (1.0, 0.0),
             overhead=0.5,
         )
@@ -132,6 +133,7 @@ al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
             weights=weights,
             flops=2 * T * weights + 2.0 * T * T * C,
             activations=T * C * ((4 + 2 * self._masks) / _cut(division) + 12 / tp),
+            wide=2 * T * C / _cut(division),
             sums=(2.0, 3.0) if division.sequence_parallel else (2.0, 2.0),
             overhead=1.0,
             recomputed={
@@ -154,6 +156,7 @@ al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
             weights=float(V * C),
             flops=2 * T * float(V * C),
             activations=T * (2 * C / _cut(division) + V / division.tp),
+            wide=T * (C / _cut(division) + V / division.tp),
             sums=(0.5, 1.0) if division.sequence_parallel else (0.0, 1.0),
             overhead=0.5,
         )

@@ -360,6 +360,7 @@ token for each feature and one more"""
             weights=weights,
             flops=2 * T * weights + 4.0 * T * T * C,
             activations=T * (C * (2 + norms + masks + 4 / tp) + W * (4 + masks) / tp),
+            wide=float(T * C * norms),
             sums=(2.0, 2.0),
             overhead=1.0,
             recomputed={
