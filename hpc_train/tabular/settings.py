@@ -37,6 +37,11 @@ OWN = {
     "data.damaged": "",
     "data.across_documents": "",
     "finetune": "",
+    "checkpoint.every": "",
+    "checkpoint.minutes": "",
+    "checkpoint.mtbf_hours": "",
+    "checkpoint.keep": "",
+    "checkpoint.keep_best": "",
     "checkpoint.weights": "",
     "optimizer.lr": "lr",
 }

@@ -167,8 +167,16 @@ def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
         ({"config": {"hidden": 3}}, ConfigError, "unknown key 'hidden': give keys as"),
         ({"config": {"data.validation_every": "9"}}, ConfigError, "validation_every is '9'"),
         ({"config": {"run.seed": 3}}, ConfigError, "config has run.seed.*the parameter seed"),
-        ({"config": {"checkpoint.every": 3}}, ConfigError, "without run_dir nothing is written"),
+        (
+            {"config": {"checkpoint.verify": True}},
+            ConfigError,
+            "without run_dir nothing is written",
+        ),
         ({"config": {"checkpoint.weights": "x"}}, ConfigError, "does not take: leave it out"),
+        *(
+            ({"config": {f"checkpoint.{key}": 3}}, ConfigError, "does not take: leave it out")
+            for key in ("every", "minutes", "mtbf_hours", "keep", "keep_best")
+        ),
         ({"config": {"model.quantiles": [0.5]}}, ConfigError, "quantiles of a Regressor"),
         ({"config": {"data.sampling": "balanced"}}, ConfigError, "does not take: leave it out"),
         ({"config": {"data.class_weights": "balanced"}}, ConfigError, "the parameter class_weight"),
