@@ -41,7 +41,7 @@ def choose_held_out(
 def _counts(sizes: np.ndarray, fraction: float) -> np.ndarray:
     """The rows to hold out of each class. Those with the largest remainders are rounded up."""
     shares = fraction * sizes
-    counts = np.minimum(shares.astype(np.int64), sizes - 1)
+    counts: np.ndarray = np.minimum(shares.astype(np.int64), sizes - 1)
     missing = round(fraction * sizes.sum()) - counts.sum()
     remainders = np.where(counts < sizes - 1, counts - shares, np.inf)
     up = np.argsort(remainders, kind="stable")[: max(missing, 0)]
