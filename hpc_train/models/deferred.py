@@ -89,7 +89,7 @@ class Write:
 
     def repeat(self, flat: Tensor) -> None:
         """Write to memory that holds what the earlier writes have written."""
-        torch.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)  # the GPUs' generators stay as they are
         self.function(self.place.of_memory(flat), *self.args, **self.how)
 
     def describe(self) -> str:
@@ -115,6 +115,11 @@ class Unwritten:
     def flat(self) -> Tensor:
         """The memory as a tensor of one dimension."""
         return torch.empty(0, dtype=self.dtype).set_(self.storage)
+
+    def tensors(self) -> int:
+        """How many tensors have this memory, wherever they are kept."""
+        users: int = torch._C._storage_Use_Count(self.storage._cdata)
+        return users - 1  # `storage` is one of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,33 +254,33 @@ class Deferring(TorchFunctionMode):
     def recipes(self, model: nn.Module) -> dict[str, Recipe]:
         """The recipes of the parameters without values. Of several names, the first one is taken.
 
-        Buffers and tensors elsewhere in the model get their values.
+        All other tensors get their values, wherever the model's code has put them. So do parameters
+        whose memory other tensors have, too.
 
         Raises:
             UserError: a parameter is never given values, or as `check_has_memory`.
         """
         check_has_memory(model)
-        for tensor in [*model.buffers(), *_beside(model)]:
-            if at := self._blank_of(tensor):
-                self.because[at] = "an attribute of the model has them, too"
-                self._give_values(self.blanks.pop(at))
         found = {}
         for name, parameter in model.named_parameters():
-            if at := self._blank_of(parameter.data):
-                blank = self.blanks[at]
-                if not blank.writes:
-                    raise UserError(
-                        f"parameter {name} of the model is never given values",
-                        "fill it when the model is built, for instance with torch.nn.init",
-                    )
-                if parameter.nbytes < blank.storage.nbytes():  # one of several in this memory
-                    self.because[at] = "several of them lie in one tensor"
-                    self._give_values(self.blanks.pop(at))
-                    continue
+            blank = self.blanks.get(self._blank_of(parameter.data))
+            if blank is None:
+                continue
+            if not blank.writes:
+                raise UserError(
+                    f"parameter {name} of the model is never given values",
+                    "fill it when the model is built, for instance with torch.nn.init",
+                )
+            if blank.tensors() == 1 and parameter.nbytes >= blank.storage.nbytes():
                 elements = blank.storage.nbytes() // blank.dtype.itemsize
                 found[name] = Recipe(
                     elements, blank.dtype, blank.writes, StridedPlace.of(parameter)
                 )
+        owned = {self._blank_of(model.get_parameter(name).data) for name in found}
+        for at in [at for at in self.blanks if at not in owned]:
+            if (blank := self.blanks.pop(at)).tensors():
+                self.because[at] = "other tensors have their memory, too"
+                self._give_values(blank)
         return found
 
     def describe_whole(self, model: nn.Module) -> str:
@@ -310,25 +315,6 @@ def check_has_memory(model: nn.Module) -> None:
                 "build it without that device; a model that is given as a class or function takes "
                 "no memory before it is filled (docs/how-to/memory.md)",
             )
-
-
-def _beside(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors that a model has, but not as its parameters or buffers."""
-    seen = {id(module) for module in model.modules()}
-    modules = list(model.modules())
-    for module in modules:
-        known = ("_parameters", "_buffers", "_modules")
-        others = {key: value for key, value in vars(module).items() if key not in known}
-        own = {id(parameter) for parameter in module._parameters.values()}
-        for leaf in tree_leaves(others):
-            if isinstance(leaf, Tensor) and id(leaf) not in own:  # recurrent layers list their own
-                yield leaf
-            elif isinstance(leaf, nn.Module) and id(leaf) not in seen:
-                more = list(leaf.modules())
-                seen |= {id(one) for one in more}
-                modules += more
-                yield from leaf.parameters()
-                yield from leaf.buffers()
 
 
 def _basic(index: object) -> bool:

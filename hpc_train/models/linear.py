@@ -87,11 +87,11 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _onednn_takes(x: Tensor) -> bool:
     """Whether oneDNN should compute a product with x. Autocast would use another type.
 
-    torch.compile chooses by itself.
+    torch.compile chooses by itself. oneDNN's operator refuses an x without elements.
     """
     if torch.compiler.is_compiling():
         return False
-    plain = x.dtype is torch.float32 and x.device.type == "cpu"
+    plain = x.dtype is torch.float32 and x.device.type == "cpu" and x.numel() > 0
     return plain and not torch.is_autocast_enabled("cpu") and used() == "onednn"
 
 

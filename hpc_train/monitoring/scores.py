@@ -232,7 +232,7 @@ class ValueScores:
         found: Scores = {}
         if self.quantiles:
             means = [_mean(loss, total) for loss in losses]
-            names = [f"pinball_{level:g}" for level in self.quantiles]
+            names = [f"pinball_{level_name(level)}" for level in self.quantiles]
             found = {"pinball": _mean_of_defined(means), **dict(zip(names, means, strict=True))}
             if 0.5 not in self.quantiles:
                 return found
@@ -243,6 +243,12 @@ class ValueScores:
             "r2": 1 - errors / spread if varied and spread > 0 else None,
             "mae": _mean(absolute, total),
         }
+
+
+def level_name(level: float) -> str:
+    """A quantile as the names of scores and predictions have it, different for each."""
+    short = f"{level:g}"
+    return short if float(short) == level else repr(float(level))
 
 
 def _mean(value: float, total: float) -> float | None:

@@ -100,7 +100,7 @@ def list_folders(folders: Mapping[str, Path], target: Path, moved: str = "") -> 
     Raises:
         UserError: a folder cannot be read.
     """
-    walk = _Walk(target)
+    walk = _Walk()
     with ThreadPoolExecutor(READERS) as pool:
         for name, source in folders.items():
             walk.add(name, source, pool)
@@ -120,8 +120,7 @@ class _Found(NamedTuple):
 
 
 class _Walk:
-    def __init__(self, target: Path) -> None:
-        self.target = target
+    def __init__(self) -> None:
         self.items: list[Item] = []
         self.left_out: list[str] = []
         self.leading_out: list[str] = []
@@ -144,7 +143,7 @@ class _Walk:
         path = name + found.path[len(source) :]
         is_file = stat.S_ISREG(about.st_mode)
         if stat.S_ISLNK(about.st_mode):
-            link = self._aimed(name, source, found)
+            link = self._aimed(source, found)
         elif is_file and about.st_nlink > 1:
             first = self._names.setdefault((about.st_dev, about.st_ino), path)
             link = first if first != path else ""
@@ -154,14 +153,20 @@ class _Walk:
         size = about.st_size if is_file else 0
         self.items.append(Item(path, about.st_mode, about.st_mtime_ns, size, link))
 
-    def _aimed(self, name: str, source: str, found: _Found) -> str:
+    def _aimed(self, source: str, found: _Found) -> str:
         """What a link has to name in the copy, so that it leads to the same thing."""
-        aim = os.path.normpath(os.path.join(os.path.dirname(found.path), found.link))
-        if not f"{aim}/".startswith(f"{source}/"):
-            self.leading_out.append(found.path)
-            return aim
-        inside = f"{self.target}/{name}{aim[len(source) :]}"
-        return inside if found.link.startswith("/") else found.link
+        below = os.path.dirname(found.path[len(source) + 1 :])
+        near = os.path.normpath(os.path.join(below, found.link))
+        if not f"{near}/".startswith(("/", "../")):
+            return found.link  # it never leaves the folder
+        real = os.path.realpath(source)
+        aim = os.path.normpath(os.path.join(real, below, found.link))
+        for path in (aim, os.path.realpath(aim)):
+            for own in (os.path.abspath(source), real):
+                if f"{path}/".startswith(f"{own}/"):
+                    return os.path.relpath(path, os.path.join(own, below))
+        self.leading_out.append(found.path)
+        return aim
 
 
 def _scan(folder: str) -> Iterator[_Found]:

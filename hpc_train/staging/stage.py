@@ -134,6 +134,12 @@ def list_request(request: StageRequest, folder: Path) -> Listing:
             "there is nothing to copy: this Python is in no environment",
             "give --environment, or --data",
         )
+    for path in folders.values():
+        if folder.resolve().is_relative_to(path.resolve()):
+            raise UserError(
+                f"{folder}, the folder of the copies, is inside {path}, which is to be copied",
+                "give --to a folder on the nodes' own disks, such as /tmp",
+            )
     moved = environment.ENVIRONMENT if request.environment else ""
     found = list_folders(folders, folder, moved)
     script = environment.activation(folder, request.environment).encode()
@@ -244,8 +250,10 @@ def _check_own_disk(levels: Levels, folder: Path) -> None:
                 probe.touch()
     shared = works and not first and probe.exists()
     all_arrive(levels.whole, math.inf)
-    if first:
-        probe.unlink()
+    with _settled(levels):
+        if first:
+            with copy.writing(folder):
+                probe.unlink(missing_ok=True)
     if levels.whole.largest(int(shared)):
         with suppress(OSError):
             folder.rmdir()  # unless there is a copy in it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ from hpc_train.training.device import choose_device
 from hpc_train.training.table_losses import TableLoss, rows_not_finite, warn_of_not_finite
 
 ROWS_PREDICTED_AT_ONCE = 8192
+BUILDING = threading.RLock()
+"""A thread holds it while it fits or builds a model.
+
+Both change what all threads of a process share: torch's default type, and the random generators.
+"""
 
 
 class FittedTable:
@@ -63,13 +69,14 @@ class FittedTable:
         return predicted
 
     def _built(self) -> nn.Module:
-        if self._module is None:
-            with torch.random.fork_rng(devices=[]):
-                module: nn.Module = self.shape.build_unfilled(torch.float64)
-            state = {name: torch.tensor(one) for name, one in self.weights.items()}
-            module.load_state_dict(state)
-            self._module = module.eval()
-        return self._module
+        with BUILDING:
+            if self._module is None:
+                with torch.random.fork_rng(devices=[]):
+                    module: nn.Module = self.shape.build_unfilled(torch.float64)
+                state = {name: torch.tensor(one) for name, one in self.weights.items()}
+                module.load_state_dict(state)
+                self._module = module.eval()
+            return self._module
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_module": None}

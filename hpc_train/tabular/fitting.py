@@ -116,6 +116,8 @@ def fit_table(
     """
     group = runtime.world
     assert features.target is not None
+    parameters = settings.to_text()
+    same(group, "the configuration of the estimator", parameters, "give all ranks the same one")
     with checking(group):
         config = settings.configuration(len(training), held_out=held_out is not None)
         shape = shape_of(config.model, table_sizes(features, config.model))
@@ -125,7 +127,6 @@ def fit_table(
         validation = None if held_out is None else _arrays(features, held_out, dtype)
         digest = _digest(features, data, validation, class_factors)
     same(group, "the table that fit was given", digest, "give all ranks the same table")
-    same(group, "the configuration of the estimator", config.to_yaml(), "give all ranks the same")
     loss = TableLoss(features.target, quantiles=config.model.quantiles)
     loss.factors = None if class_factors is None else torch.from_numpy(class_factors)
     task = TrainingTask(
@@ -212,11 +213,8 @@ def _limit_threads(trainer: Trainer, shape: Shape) -> None:
 def _in_memory(config: RunConfig, task: TrainingTask, runtime: Runtime, shape: Shape) -> Trained:
     with InMemoryTrainer(config, task, runtime) as trainer:
         _limit_threads(trainer, shape)
-        try:
+        with _remedied(""):
             trainer.train()
-        except NotFiniteError as error:  # there are no checkpoints to resume from
-            error.remedy = "set a smaller lr, or optimizer.clip_norm in config"
-            raise
         return trainer.weights, trainer.records
 
 
@@ -228,7 +226,8 @@ def _with_files(
     with Trainer(config, task, runtime) as trainer:
         trainer.shown = shown
         _limit_threads(trainer, shape)
-        trainer.train()
+        with _remedied(", and give another run_dir"):
+            trainer.train()
     directory = Path(config.run.dir)
     path, history = from_first(
         runtime.world, lambda: (_best(directory), _records(directory / "metrics.jsonl"))
@@ -237,6 +236,19 @@ def _with_files(
         module = shape.build().to(getattr(torch, config.precision.parameters))
     start_from(path, module, {}, runtime.world)
     return {name: one.detach() for name, one in module.state_dict().items()}, history
+
+
+@contextmanager
+def _remedied(also: str) -> Iterator[None]:
+    """Tell the remedy of a training that diverges in the words of an estimator's user.
+
+    No such training is resumed: there are no checkpoints, or they are of another learning rate.
+    """
+    try:
+        yield
+    except NotFiniteError as error:
+        error.remedy = f"set a smaller lr, or optimizer.clip_norm in config{also}"
+        raise
 
 
 def _check_same_fit(config: RunConfig, task: TrainingTask) -> None:

@@ -16,8 +16,9 @@ def choose_held_out(
 ) -> np.ndarray:
     """The rows that are held out, as a mask, bool (rows,).
 
-    It is a function of its arguments alone. Of each class the same share is held out, rounded, but
-    never the whole class. Of fewer than FEWEST_ROWS rows none is.
+    It is a function of its arguments alone. Of each class the same share is held out, but never the
+    whole class. Shares are rounded so that they add up to that of all rows, if the classes have
+    rows enough. Of fewer than FEWEST_ROWS rows none is held out.
 
     Args:
         rows: number of rows.
@@ -29,9 +30,20 @@ def choose_held_out(
     if rows < FEWEST_ROWS:
         return chosen
     strata = np.zeros(rows, np.int64) if classes is None else classes
-    for stratum in np.unique(strata).tolist():
+    found, sizes = np.unique(strata, return_counts=True)
+    for stratum, count in zip(found.tolist(), _counts(sizes, fraction).tolist(), strict=True):
         members = np.flatnonzero(strata == stratum)
-        count = min(round(fraction * len(members)), len(members) - 1)
         order = Permutation(len(members), mix(int(seed), HELD_OUT_ROWS), stratum)
         chosen[members[order(np.arange(count))]] = True
     return chosen
+
+
+def _counts(sizes: np.ndarray, fraction: float) -> np.ndarray:
+    """The rows to hold out of each class. Those with the largest remainders are rounded up."""
+    shares = fraction * sizes
+    counts: np.ndarray = np.minimum(shares.astype(np.int64), sizes - 1)
+    missing = round(fraction * sizes.sum()) - counts.sum()
+    remainders = np.where(counts < sizes - 1, counts - shares, np.inf)
+    up = np.argsort(remainders, kind="stable")[: max(missing, 0)]
+    counts[up] += remainders[up] < np.inf
+    return counts

@@ -38,6 +38,7 @@ from hpc_train.mpi.environment import read_launch
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime, start_runtime
 from hpc_train.mpi.watchdog import named
+from hpc_train.tabular.fitted import BUILDING
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ _hooks: list[Callable[..., Any]] = []  # what told errors before `heed_errors`
 
 @contextmanager
 def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
-    """The runtime for a fit. Collective.
+    """The runtime for a fit. Collective. Threads of a process fit one after another.
 
     The random generators of the process, and the number of torch's threads, are afterwards as they
     were before. Gradients are on, and autocast is off.
@@ -141,8 +142,7 @@ def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
         SystemExit: a signal or the time limit stopped the fit, and no runtime was given: the exit
             code is 75, as that of all programs which stopped early with a checkpoint.
     """
-    before, threads = [(one, one.get()) for one in [*of_process(), *of_gpu()]], get_num_threads()
-    try:
+    with BUILDING, _same_afterwards():
         if given is not None:
             with _own_gradients():
                 yield given
@@ -155,6 +155,14 @@ def fitting_runtime(given: Runtime | None, *, files: bool) -> Iterator[Runtime]:
         except Stopped as stopped:
             session.runtime.print(f"{stopped}; {stopped.remedy('the same program')}")
             raise SystemExit(stopped.exit_code) from None
+
+
+@contextmanager
+def _same_afterwards() -> Iterator[None]:
+    """Leave the random generators and the number of torch's threads as they were."""
+    before, threads = [(one, one.get()) for one in [*of_process(), *of_gpu()]], get_num_threads()
+    try:
+        yield
     finally:
         for one, state in before:
             one.put(state)

@@ -37,6 +37,11 @@ OWN = {
     "data.damaged": "",
     "data.across_documents": "",
     "finetune": "",
+    "checkpoint.every": "",
+    "checkpoint.minutes": "",
+    "checkpoint.mtbf_hours": "",
+    "checkpoint.keep": "",
+    "checkpoint.keep_best": "",
     "checkpoint.weights": "",
     "optimizer.lr": "lr",
 }
@@ -62,6 +67,7 @@ class FitSettings:
     batch: int | None
     lr: float
     patience: int
+    validation_fraction: float
     seed: int
     run_dir: Any
     config: Mapping[str, Any] | None
@@ -92,6 +98,11 @@ class FitSettings:
             raise ValueError(f"config is {self.config!r}: give a dict, as {{'model.hidden': 256}}")
         self._check(dict(self.config or {}))
 
+    def to_text(self) -> str:
+        """All that must be equal on all ranks, as text."""
+        chosen = {key: one for key, one in vars(self).items() if key != "verbose"}
+        return json.dumps(chosen, sort_keys=True, default=str)
+
     def configuration(self, rows: int, *, held_out: bool) -> RunConfig:
         """The configuration of a training.
 
@@ -110,8 +121,9 @@ class FitSettings:
         if steps is None:
             steps = max(LEAST_STEPS, LEAST_EPOCHS * per_epoch)
         every = given.get("data.validation_every", max(per_epoch, LEAST_BETWEEN))
-        if not isinstance(every, Integral):
-            raise ConfigError(f"data.validation_every is {every!r}", "give a whole number")
+        if not isinstance(every, Integral) or every < 0:
+            remedy = "give a whole number, 0 or more"
+            raise ConfigError(f"data.validation_every is {every!r}", remedy)
         every = min(int(every), steps) if held_out else 0
         made: dict[str, Any] = {
             **ESTIMATOR_DEFAULTS,

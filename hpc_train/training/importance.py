@@ -32,8 +32,8 @@ NAMED = 5  # features that the log names
 def report_importance(trainer: Trainer, features: TableFeatures, repeats: int) -> None:
     """Write the importance of each feature to `importance.json` in the run directory. Collective.
 
-    It takes `repeats` passes over the held-out rows for each feature. If the file is there, nothing
-    is done.
+    It takes `repeats` passes over the held-out rows for each feature. If the file is there, and is
+    that of this step and as many repeats, nothing is done.
 
     Args:
         trainer: the Trainer of the model, after its last step, with held-out rows.
@@ -44,7 +44,8 @@ def report_importance(trainer: Trainer, features: TableFeatures, repeats: int) -
         HpcTrainError: rows cannot be read, or the file cannot be written; on all ranks.
     """
     path = Path(trainer.config.run.dir) / FILE
-    if from_first(trainer.group, path.exists):
+    made: dict[str, Any] = {"step": trainer.step, "repeats": repeats}
+    if from_first(trainer.group, lambda: made.items() <= _written(path).items()):
         return
     names = [*(one.name for one in features.numeric), *(one.name for one in features.categorical)]
     trainer.validate()
@@ -53,9 +54,17 @@ def report_importance(trainer: Trainer, features: TableFeatures, repeats: int) -
     ordered = dict(sorted(found.items(), key=lambda item: -item[1]["loss"]))
     with agreed(trainer.group):
         if trainer.group.rank == 0:
-            tree = {"repeats": repeats, "held_out": before, "features": ordered}
+            tree = {**made, "held_out": before, "features": ordered}
             files.write_text(path, json.dumps(tree, indent=1) + "\n")
             logger.info("%s", describe_importance(ordered))
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """What the file says; nothing if it is not there, or damaged."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def describe_importance(found: Mapping[str, Mapping[str, float]]) -> str:

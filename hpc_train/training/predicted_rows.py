@@ -25,6 +25,7 @@ from hpc_train.data.tables.stages import stage_entries
 from hpc_train.data.tables.table_request import TableRequest
 from hpc_train.data.tables.targets import encode_target
 from hpc_train.errors import ConfigError
+from hpc_train.monitoring.scores import level_name
 from hpc_train.mpi.group import Group
 from hpc_train.training.table_losses import TableLoss, warn_of_not_finite
 
@@ -83,7 +84,7 @@ class PredictionColumns:
             return tuple(f"probability_{name}" for name in self.target.classes)
         if self.target.task == "multilabel":
             return tuple(f"probability_{name}" for name in self.target.names)
-        return tuple(f"quantile_{level:g}" for level in self.quantiles) or ("prediction",)
+        return tuple(f"quantile_{level_name(level)}" for level in self.quantiles) or ("prediction",)
 
     def _types(self) -> list[tuple[str, str]]:
         of_kind = {"numeric": "float64", "date": "timestamp", "categorical": "string"}

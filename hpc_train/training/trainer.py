@@ -99,6 +99,8 @@ class Trainer:
         self.validation.together = task.together
         self.held_out: dict[str, float] = {}
         """The mean loss and the scores of the last pass over held-out samples."""
+        self.step = 0
+        """The last step that is done, when `task.finish` is called."""
         self.step_records = StepRecords(config, made, runtime, task.tokens_per_sample)
         self.phases = self.group.waiting.phases
         self._frozen = Frozen(self.model)
@@ -158,7 +160,7 @@ class Trainer:
             if after >= self.plan.last or self.patience.over:
                 early = ", and run.patience has ended training" if self.patience.over else ""
                 logger.info("nothing to do: step %d of %d is done%s", after, self.plan.last, early)
-                self._finish()
+                self._finish(after)
                 return after
             write_config(self.group, directory, self.config)
             with (
@@ -191,7 +193,7 @@ class Trainer:
                     logger.info("held-out samples at the end: %s", describe_scores(self.held_out))
                 if test:
                     test.finish(self.runtime, directory)
-                self._finish()
+                self._finish(after)
         return after
 
     def _names(self, count: int) -> list[str]:
@@ -200,7 +202,8 @@ class Trainer:
         numbered = [f"data set {number}" for number in range(1, count + 1)]
         return folders if len(folders) == count else numbered
 
-    def _finish(self) -> None:
+    def _finish(self, step: int) -> None:
+        self.step = step
         if self.task.finish is not None:
             self.task.finish(self)
 

@@ -169,16 +169,20 @@ class Server:
         elif data == packed("leave"):
             self._leaving, self._until = True, 0.0
         elif self.unfit:
-            peer.connection.send(packed({"cold": self.unfit}))
-            for descriptor in descriptors:
-                os.close(descriptor)
+            _refuse(peer, descriptors, self.unfit)
         else:
             return self._fork(peer, rank.ForkRequest(marshal.loads(data), descriptors))
         return None
 
     def _fork(self, peer: Peer, request: rank.ForkRequest) -> rank.ForkRequest | None:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        server, pid = os.getpid(), os.fork()
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:  # there are too many processes, or there is too little memory
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            _refuse(peer, request.descriptors, f"the fork server cannot fork: {error.strerror}")
+            return None
         if pid:
             peer.pid, peer.beside = pid, request.values["beside"]
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -248,6 +252,14 @@ class Server:
             self.selector.unregister(peer.connection)
         del self.peers[number]
         peer.connection.close()
+
+
+def _refuse(peer: Peer, descriptors: Iterable[int], why: str) -> None:
+    """Have a stand-in start its rank cold."""
+    with suppress(OSError):  # it has ended
+        peer.connection.send(packed({"cold": why}))
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _kill_group(pid: int) -> None:

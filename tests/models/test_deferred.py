@@ -204,6 +204,13 @@ def test_a_function_that_builds_no_module_is_named():
         deferred(lambda: 3, torch.float32)
 
 
+class Shadow:
+    """A plain object that keeps copies of a model's parameters."""
+
+    def __init__(self, module):
+        self.kept = {name: one.detach().clone() for name, one in module.named_parameters()}
+
+
 class Elsewhere(nn.Module):
     """Tensors that are neither parameters nor buffers, and parameters in one memory."""
 
@@ -213,6 +220,9 @@ class Elsewhere(nn.Module):
         nn.init.constant_(self.one.weight, 4.0)
         self.alias = self.one.weight.data
         self.plain = torch.empty(200).fill_(3)
+        self.shadow = Shadow(self.one)
+        closed = torch.empty(200).fill_(8)
+        self.closure = lambda: closed
         self.hidden = [nn.Linear(2, 2)]
         nn.init.constant_(self.hidden[0].weight, 5.0)
         flat = torch.empty(8).fill_(6)
@@ -231,6 +241,8 @@ def test_tensors_elsewhere_in_the_model_have_their_values():
     assert torch.equal(model.one.weight, torch.full((3, 3), 4.0))
     assert torch.equal(model.alias, torch.full((3, 3), 4.0))
     assert torch.equal(model.plain, torch.full((200,), 3.0))
+    assert torch.equal(model.shadow.kept["weight"], torch.full((3, 3), 4.0))
+    assert torch.equal(model.closure(), torch.full((200,), 8.0))
     assert torch.equal(model.hidden[0].weight, torch.full((2, 2), 5.0))
     assert torch.equal(model.left, torch.full((4,), 6.0))
     assert torch.equal(model.right, torch.full((4,), 6.0))

@@ -29,7 +29,7 @@ def _as_it_starts(monkeypatch):
 
 @pytest.mark.parametrize("way", ["torch", pytest.param("onednn", marks=needs_onednn)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6)])
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6), (0, 6)])
 def test_linear_equals_torchs_with_either_library(way, bias, shape):
     linears.use(way)
     torch.manual_seed(0)

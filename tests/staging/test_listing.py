@@ -14,12 +14,18 @@ def folder(path: Path) -> Path:
     return path
 
 
-def test_links_lead_to_the_same_thing_as_before(tmp_path):
+@pytest.mark.parametrize("spelled", ["source", "other name"])
+def test_links_lead_to_the_same_thing_as_before(tmp_path, spelled):
     source = folder(tmp_path / "source")
+    (tmp_path / "other name").symlink_to(source)
+    (tmp_path / "other way").symlink_to(source / "a")
     inside = folder(source / "a/b")
     links = {
         "near": "../file",  # a/file
         "into itself": f"{source}/a",
+        "by its other name": f"{tmp_path}/other name/a",
+        "on another way": f"{tmp_path}/other way/file",
+        "out and in": "../../../source/a/file",
         "out of it": "../../../elsewhere",
         "far away": "/usr/bin/python3",
         "nowhere": "missing",
@@ -27,15 +33,20 @@ def test_links_lead_to_the_same_thing_as_before(tmp_path):
     for name, aim in links.items():
         (inside / name).symlink_to(aim)
     target = tmp_path / "target"
-    found = list_folders({"name": source}, target)
+    found = list_folders({"name": tmp_path / spelled}, target)
     assert {Path(item.path).name: item.link for item in found.items if item.link} == {
         "near": "../file",
-        "into itself": f"{target}/name/a",
+        "into itself": "..",
+        "by its other name": "..",
+        "on another way": "../file",
+        "out and in": "../file",
         "out of it": f"{tmp_path}/elsewhere",
         "far away": "/usr/bin/python3",
         "nowhere": "missing",
     }
-    assert found.leading_out == [str(inside / "far away"), str(inside / "out of it")]
+    assert found.leading_out == [
+        str(tmp_path / spelled / "a/b" / name) for name in ("far away", "out of it")
+    ]
 
 
 def test_scripts_run_the_copys_python_and_other_files_stay(tmp_path):

@@ -114,6 +114,19 @@ def test_a_folder_that_nodes_share_is_refused_and_left_as_it_was(group, source):
     assert not folder.exists()
 
 
+@NODES
+def test_a_disk_that_removes_no_file_is_named_on_all_nodes(group, source, monkeypatch):
+    levels, folder = of_rank(group, source)
+
+    def refused(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    if group.rank == 0:
+        monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(UserError, match=r"shared\): Permission denied: give another folder"):
+        bring(levels, listed(group, source), folder)
+
+
 @pytest.mark.ranks(4)
 def test_one_rank_of_a_node_works(group, source):
     """Two nodes with two ranks each."""
@@ -148,6 +161,7 @@ def test_requests_that_make_no_sense_are_refused(tmp_path):
         (StageRequest(environment=tmp_path), "is not a Python environment"),
         (StageRequest(data=(tmp_path / "gone",)), "gone is not a folder"),
         (StageRequest(data=(tmp_path / "a/text", tmp_path / "b/text")), "have the same name"),
+        (StageRequest(data=(tmp_path,)), "the folder of the copies, is inside .*: give --to"),
     ):
         with pytest.raises(UserError, match=says):
             list_request(request, tmp_path / "copies")

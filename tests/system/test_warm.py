@@ -226,6 +226,31 @@ def test_all_end_with_the_server_and_the_next_start_makes_another(tmp_path):
     wait_until(lambda: not folder.exists())  # the server leaves nothing behind
 
 
+FORKS_ONCE = """
+import os
+fork, calls = os.fork, []
+def limited():
+    calls.append(1)
+    if len(calls) == 2:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = limited
+"""
+
+
+def test_a_fork_that_fails_ends_no_other_rank(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(FORKS_ONCE)
+    search = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    own = {key.WARM: f"{ENVIRON[key.WARM]}-limited", key.WHY: "1", "PYTHONPATH": search}
+    with at_work(*python(script(tmp_path, SLEEP)), environ=own) as (process, rank):
+        (tmp_path / "other.py").write_text("print('done')")
+        done = run(*python(str(tmp_path / "other.py")), environ=own)
+        assert done.stdout == "done\n"
+        assert "starts cold: the fork server cannot fork: Resource temporarily" in done.stderr
+        assert rank.is_running()
+        assert process.poll() is None
+
+
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "PYTHONHASHSEED"])
 def test_another_value_of_what_libraries_read_at_load_starts_cold(tmp_path, name):
     path = script(tmp_path, f"import os\nprint(os.environ[{name!r}])")

@@ -166,9 +166,18 @@ def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
         ({"config": ["model.hidden"]}, ValueError, "config is .*: give a dict"),
         ({"config": {"hidden": 3}}, ConfigError, "unknown key 'hidden': give keys as"),
         ({"config": {"data.validation_every": "9"}}, ConfigError, "validation_every is '9'"),
+        ({"config": {"data.validation_every": -3}}, ConfigError, "data.validation_every is -3"),
         ({"config": {"run.seed": 3}}, ConfigError, "config has run.seed.*the parameter seed"),
-        ({"config": {"checkpoint.every": 3}}, ConfigError, "without run_dir nothing is written"),
+        (
+            {"config": {"checkpoint.verify": True}},
+            ConfigError,
+            "without run_dir nothing is written",
+        ),
         ({"config": {"checkpoint.weights": "x"}}, ConfigError, "does not take: leave it out"),
+        *(
+            ({"config": {f"checkpoint.{key}": 3}}, ConfigError, "does not take: leave it out")
+            for key in ("every", "minutes", "mtbf_hours", "keep", "keep_best")
+        ),
         ({"config": {"model.quantiles": [0.5]}}, ConfigError, "quantiles of a Regressor"),
         ({"config": {"data.sampling": "balanced"}}, ConfigError, "does not take: leave it out"),
         ({"config": {"data.class_weights": "balanced"}}, ConfigError, "the parameter class_weight"),
@@ -193,6 +202,12 @@ def test_texts_are_missing_values_and_numbers_in_arrays_of_objects():
 def test_wrong_parameters_are_named(changes, error, told):
     with pytest.raises(error, match=told):
         Regressor(**changes).fit(*curve(30))
+
+
+def test_a_fit_that_diverges_in_a_run_directory_begins_anew_in_another(tmp_path):
+    how = {"steps": 50, "run_dir": tmp_path, "config": SMALL}
+    with pytest.raises(NotFiniteError, match="smaller lr, .* in config, and give another run_dir$"):
+        Regressor(**how, lr=1e30).fit(*curve(30))
 
 
 def test_targets_that_cannot_be_learned_are_named():

@@ -98,6 +98,14 @@ def test_ranks_with_different_tables_are_refused(group):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["patience", "seed", "validation_fraction"])
+def test_ranks_with_different_parameters_are_refused(group, name):
+    given = {name: 0.2 if name == "validation_fraction" else 1 + group.rank} if group.rank else {}
+    with pytest.raises(UserError, match="the configuration of the estimator differs"):
+        Regressor(config=SMALL, **given).fit(*curve(), runtime=runtime(group))
+
+
+@pytest.mark.ranks(2)
 def test_a_mistake_of_one_rank_is_raised_on_all(group):
     X, y = curve()
     if group.rank == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from hpc_train.tabular.held_out import choose_held_out
 
@@ -11,6 +12,20 @@ def test_each_class_has_its_share_and_none_is_lost():
     classes = np.repeat([0, 1, 2], [70, 29, 1])
     chosen = choose_held_out(100, 0.1, 0, classes)
     assert np.bincount(classes[chosen], minlength=3).tolist() == [7, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fraction", "wanted"),
+    [
+        ([4] * 100, 0.1, [1] * 40 + [0] * 60),
+        ([1] * 10 + [2] * 10, 0.5, [0] * 10 + [1] * 10),
+        ([1] * 30, 0.5, [0] * 30),
+    ],
+)
+def test_shares_of_small_classes_add_up(sizes, fraction, wanted):
+    classes = np.repeat(np.arange(len(sizes)), sizes)
+    chosen = choose_held_out(len(classes), fraction, 0, classes)
+    assert np.bincount(classes[chosen], minlength=len(sizes)).tolist() == wanted
 
 
 def test_the_seed_alone_chooses():

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpc_train.errors import SetupError
@@ -155,6 +157,17 @@ def test_a_process_that_a_rank_has_started_cannot_fit(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "name", "LokyProcess-1")
     with pytest.raises(SetupError, match=r"LokyProcess-1, .*give n_jobs=1"):
         Regressor(config=SMALL).fit(*curve())
+
+
+def test_threads_that_fit_at_once_make_the_models_of_one_thread():
+    X, y = curve()
+
+    def made(seed):
+        return Regressor(steps=5, batch=16, config=SMALL, seed=seed).fit(X, y).predict(X)
+
+    seeds = range(12)
+    with ThreadPoolExecutor(4) as pool:
+        np.testing.assert_array_equal([*pool.map(made, seeds)], [*map(made, seeds)])
 
 
 def test_threads_fit_without_a_run_directory_only(tmp_path):

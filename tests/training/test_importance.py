@@ -84,7 +84,13 @@ def test_the_feature_that_decides_comes_first_and_the_others_have_no_effect(tmp_
     path = tmp_path / "importance.json"
     path.unlink()
     train(tmp_path, alone())  # the run has ended, and is asked again
-    assert next(iter(found(tmp_path)["features"])) == "b"
+    first = found(tmp_path)
+    assert next(iter(first["features"])) == "b"
+    train(tmp_path, alone(), "--run.steps", "70")  # and goes on
+    assert found(tmp_path)["step"] == 70
+    assert found(tmp_path)["held_out"] != first["held_out"]
+    train(tmp_path, alone(), "--run.steps", "70", "--data.importance", "3")
+    assert found(tmp_path)["repeats"] == 3
 
 
 @pytest.mark.mpi

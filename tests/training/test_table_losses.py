@@ -178,7 +178,7 @@ def test_scores_of_values_are_in_the_unit_of_the_target():
     assert list(found) == ["rmse", "r2", "mae"]
 
 
-@pytest.mark.parametrize("levels", [(0.1, 0.5), (0.05, 0.9)])
+@pytest.mark.parametrize("levels", [(0.1, 0.5), (0.05, 0.9), (0.1, 0.1000001)])
 def test_scores_of_quantiles(levels):
     outputs, target = drawn(0, SAMPLES, MEMBERS, 2), drawn(1, SAMPLES)
     found = scored(TableLoss(VALUE, quantiles=levels), outputs, target)
