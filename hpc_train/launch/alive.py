@@ -41,7 +41,7 @@ def state_in_words(run: Path) -> str:
         return "running"
     events = [
         event
-        for event in lines_of(run / "events.jsonl", LAST_BYTES)
+        for event in lines_of(run / "events.jsonl")  # all of it: a "start" names all ranks
         if event.get("event") in ("start", "end")
     ]
     if events and events[-1]["event"] == "end":

@@ -253,6 +253,7 @@ def test_the_status_says_what_the_run_does(desk):
         return lines[2].strip()
 
     assert state() == "no job runs, and no end is recorded"
+    assert state({"event": "start", "ranks": 40000 * ["h"]}).startswith("no job runs"), "many ranks"
     claim(run)
     assert state() == "running"
     with subprocess.Popen(["sleep", "60"]) as other:
