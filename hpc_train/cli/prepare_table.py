@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from hpc_train.cli.shared_portions import share_portions
 from hpc_train.cli.verb import positive
@@ -139,7 +139,8 @@ def _told(manifest: TableManifest) -> str:
         target = f"target {', '.join(of.names)} ({of.task})"
         if of.classes:
             target = f"target {of.names[0]} of {len(of.classes)} classes"
-    left_out = dict(cast("dict[str, int]", manifest.left_out))  # a new manifest has the reasons
+    left_out = manifest.left_out
+    assert not isinstance(left_out, int)  # a new manifest has the reasons
     why = ", ".join(
         f"{count} {'of an unknown class' if reason == 'class' else f'without a {reason}'}"
         for reason, count in left_out.items()

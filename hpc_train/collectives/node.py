@@ -76,6 +76,7 @@ class NodeMemory:
         """The ranks' parts, as uint8 tensors of one dimension, aligned, in the order of ranks."""
         if touched is None:
             self.parts[node.rank].zero_()
+        self._fence.Sync()
         node.barrier()
 
     def tell(self, signal: int, value: int) -> None:

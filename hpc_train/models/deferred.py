@@ -13,6 +13,8 @@ given, and using it loads what compiles models, which takes longer than training
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -115,11 +117,6 @@ class Unwritten:
     def flat(self) -> Tensor:
         """The memory as a tensor of one dimension."""
         return torch.empty(0, dtype=self.dtype).set_(self.storage)
-
-    def tensors(self) -> int:
-        """How many tensors have this memory, wherever they are kept."""
-        users: int = torch._C._storage_Use_Count(self.storage._cdata)
-        return users - 1  # `storage` is one of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +258,7 @@ class Deferring(TorchFunctionMode):
             UserError: a parameter is never given values, or as `check_has_memory`.
         """
         check_has_memory(model)
-        found = {}
+        found, tensors = {}, self._tensors()
         for name, parameter in model.named_parameters():
             blank = self.blanks.get(self._blank_of(parameter.data))
             if blank is None:
@@ -271,17 +268,28 @@ class Deferring(TorchFunctionMode):
                     f"parameter {name} of the model is never given values",
                     "fill it when the model is built, for instance with torch.nn.init",
                 )
-            if blank.tensors() == 1 and parameter.nbytes >= blank.storage.nbytes():
-                elements = blank.storage.nbytes() // blank.dtype.itemsize
+            at, nbytes = blank.storage.data_ptr(), blank.storage.nbytes()
+            if tensors[at] == 1 and parameter.nbytes >= nbytes:
+                elements = nbytes // blank.dtype.itemsize
                 found[name] = Recipe(
                     elements, blank.dtype, blank.writes, StridedPlace.of(parameter)
                 )
         owned = {self._blank_of(model.get_parameter(name).data) for name in found}
         for at in [at for at in self.blanks if at not in owned]:
-            if (blank := self.blanks.pop(at)).tensors():
+            blank = self.blanks.pop(at)
+            if tensors[at]:
                 self.because[at] = "other tensors have their memory, too"
                 self._give_values(blank)
         return found
+
+    def _tensors(self) -> Counter[int]:
+        """How many tensors have each memory without values, by its address, wherever they are."""
+        if count := getattr(torch._C, "_storage_Use_Count", None):
+            every = self.blanks.items()
+            return Counter({at: count(blank.storage._cdata) - 1 for at, blank in every})
+        # Builds of torch for CPUs have that count only in newer versions, not in 2.7.
+        alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+        return Counter(at for one in alive if (at := self._blank_of(one)))
 
     def describe_whole(self, model: nn.Module) -> str:
         """What says which parameters have values already, and why; "" if none has."""

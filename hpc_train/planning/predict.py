@@ -260,8 +260,8 @@ class StepModel:
     def averaged_across(self) -> Array:
         """Bytes that each rank sends to other nodes to average the gradients.
 
-        A flat sum is a ring of all replicas, of which only some have their next one on another
-        node.
+        A flat sum is a ring of all replicas. A rank sends to another node only if the next replica
+        of the ring is there.
         """
         nodes, ranks = self.layout.replicas
         if nodes == 1 or not self.averages:

@@ -195,7 +195,7 @@ def memory(
             stage c of rank r.
         micro_batch: samples of a micro-batch.
         by: how replicas divide the state.
-        held: how many times as many micro-batches are held as the schedule has.
+        held: the micro-batches that are held at once, as a multiple of those of the schedule.
     """
     parts, pp = shape.parts(division_of(config.parallel)), len(schedule)
     item, parameter = (

@@ -140,7 +140,9 @@ class ScaleStudy:
             UserError: the folder has another study, or cannot be written.
         """
         path, mine = self.folder / STUDY, self._identity()
-        before = files.parsed_object(files.system_text(path))
+        before = None
+        with suppress(OSError):
+            before = files.parsed_object(path.read_bytes())
         if before not in (None, mine) and any(self.folder.glob("nodes-*-run-*")):
             changed = [key for key in mine if before.get(key) != mine[key]]
             raise UserError(

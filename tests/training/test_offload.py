@@ -56,7 +56,7 @@ def test_a_run_goes_on_with_and_without_it(tmp_path, first, optimizer):
 
 
 class Partly(nn.Module):
-    """A model of which `later` may be frozen, and in which nothing uses `unused`."""
+    """A model whose layer `later` may be frozen. No forward pass uses its parameter `unused`."""
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()
