@@ -3,9 +3,10 @@
 Each rank has a part of it, and all ranks can read and write the parts of the others. The memory is
 a file without a name in /dev/shm, which each rank maps. It is no MPI window, because MPI frees a
 window at a collective call, and a program may have tensors in the memory for longer, such as those
-of `model.state_dict()`. Ranks signal what they have written by numbers in that memory, without a call
-that waits. Memory barriers are those of an MPI-3 window (MPI.Win.Sync; Hoefler et al., "MPI + MPI:
-a new hybrid approach to parallel programming with MPI plus shared memory", Computing 95, 2013).
+of `model.state_dict()`. Ranks signal what they have written by numbers in that memory, without a
+call that waits. Memory barriers are those of an MPI-3 window (MPI.Win.Sync; Hoefler et al., "MPI +
+MPI: a new hybrid approach to parallel programming with MPI plus shared memory", Computing 95,
+2013).
 """
 
 from __future__ import annotations
