@@ -31,23 +31,28 @@ class SlowSums:
 
 
 @pytest.mark.parametrize("kind", [Progress, ThreadProgress])
-def test_backward_passes_in_two_threads_begin_each_sum_once(kind):
-    """As autograd does if parameters are on two GPUs, or on one and the processor."""
+def test_gradients_of_two_threads_begin_each_sum_once(kind):
+    """As in a backward pass with parameters on two GPUs, or on one and the processor.
+
+    Autograd calls the hooks of one pass from a thread for each device.
+    """
     parameters = [Parameter(torch.ones(4)) for _ in range(2)]
     buckets = [Bucket([parameter]) for parameter in parameters]
     sums, progress, start = SlowSums(buckets), kind(), threading.Barrier(2)
     filling = Filling(buckets, sums, progress, 1.0, lambda _: None, lambda: None)
 
-    def compute(parameter):
+    def compute(slot):
         start.wait()
-        parameter.sum().backward()
+        time.sleep(0.01 * slot.home)  # the second one comes while the first one's sum begins
+        slot.parameter.grad = torch.ones(4)
+        filling._moved(slot, slot.parameter)
 
     for _ in range(STEADY + 1):
         sums.begun.clear()
         filling.begin_step()
         for parameter in parameters:
             parameter.grad = None
-        threads = [threading.Thread(target=compute, args=(p,)) for p in parameters]
+        threads = [threading.Thread(target=compute, args=(slot,)) for slot in filling.slots]
         for thread in threads:
             thread.start()
         for thread in threads:
