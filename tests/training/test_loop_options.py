@@ -475,6 +475,37 @@ def test_a_grad_scaler_of_the_users_own_is_resumed_after_a_step_that_it_skipped(
     equal(resumed, state)
 
 
+def adversaries(started, folder, *, every, stop_at=0):
+    """The weights after a critic has stepped in each batch, and a generator in each third one."""
+    torch.manual_seed(0)
+    generator, critic = (torch.nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
+    both = torch.nn.ModuleList([generator, critic])
+    first, second = (torch.optim.Adam(one.parameters(), lr=0.1) for one in both)
+    options = LoopOptions(every=every)
+    with Loop(started, folder, both, first, options) as loop:
+        loop.register("second", second)
+        for _, batches in loop.epochs(data(), batch=BATCH, epochs=EPOCHS):
+            for inputs, _ in batches:
+                critic.zero_grad()
+                (critic(generator(inputs)) - critic(inputs)).square().mean().backward()
+                second.step()
+                if loop.step_number % 3 == 0:
+                    generator.zero_grad()
+                    critic(generator(inputs)).sin().mean().backward()
+                    first.step()
+                if loop.step_number == stop_at and started.world.rank == 0:
+                    loop.stop()
+    return [parameter.detach().clone() for parameter in both.parameters()]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("stop_at", [4, 5, 6])
+def test_a_resumed_run_repeats_no_step_of_another_optimizer(job, together, stop_at):
+    expected = adversaries(job, together / "whole", every=2)
+    adversaries(job, together / "stopped", every=0, stop_at=stop_at)
+    equal(adversaries(job, together / "stopped", every=2), expected)
+
+
 @pytest.mark.mpi
 def test_a_grad_scaler_of_the_users_own_takes_the_steps_of_a_plain_loop(job, together):
     mine = Job(job, together / "run", clip_norm=0.05)
@@ -755,15 +786,18 @@ def test_ranks_that_were_given_different_options_are_told(job, together):
 def test_a_step_before_the_last_micro_batch_is_refused(job, together):
     def attempt(act):
         mine = Job(job, together / "run")
+        another = sgd(mine.model[0].parameters())
+        mine.loop.register("another", another)
         for _, batches in mine.loop.epochs(data(), batch=BATCH, epochs=1, accumulate=3):
             for inputs, targets in batches:
                 mine.loop.backward(cross_entropy(mine.model(inputs), targets))
-                act(mine)
+                act(mine, another)
 
     for act in (
-        lambda mine: mine.loop.step(),
-        lambda mine: mine.optimizer.step(),
-        lambda mine: mine.loop.clip(1.0),
+        lambda mine, _: mine.loop.step(),
+        lambda mine, _: mine.optimizer.step(),
+        lambda mine, _: mine.loop.clip(1.0),
+        lambda _, another: another.step(),
     ):
         with pytest.raises(UserError, match="before the last of the step's 3 micro-batches"):
             attempt(act)
