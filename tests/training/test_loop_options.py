@@ -324,6 +324,24 @@ def test_a_loss_may_compare_the_samples_of_all_ranks(job, together, rows, accumu
     close(model.state_dict().values(), alone.state_dict().values())
 
 
+def steepness(model, inputs, gather, ranks):
+    """A penalty for the gradient of a loss of all samples, which each rank computes."""
+    loss = gather(model(inputs.requires_grad_())).logsumexp(0).sum()
+    (slopes,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    return (slopes / ranks).square().sum(1).mean()
+
+
+@pytest.mark.mpi
+def test_a_loss_of_the_samples_of_all_ranks_has_second_derivatives(job, together):
+    mine, expected, inputs = Job(job, together / "run"), make_model(), data()[:BATCH][0]
+    size = job.world.size
+    own = inputs.chunk(size)[job.world.rank].clone()
+    steepness(mine.model, own, mine.loop.gather, size).backward()
+    steepness(expected, inputs, lambda rows: rows, 1).backward()
+    weights = [(p, q) for p, q in zip(mine.model.parameters(), expected.parameters(), strict=True)]
+    close(*zip(*((p.grad, q.grad) for p, q in weights if q.grad is not None), strict=True))
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_gather_of_other_shapes_is_refused(job, together):
     mine = Job(job, together / "run")
