@@ -357,7 +357,8 @@ class Registered(ExtraState):
         if len(options) != len(groups):
             raise CheckpointMismatch(
                 f"the checkpoint's optimizer has {len(options)} groups, this one {len(groups)}",
-                "give the optimizer the same groups of parameters as before",
+                "give the optimizer the same groups of parameters as before; for a group that is "
+                "added later, close the loop and make another one in a directory of its own",
             )
         for group, one in zip(groups, options, strict=True):
             for key, value in one.items():

@@ -308,6 +308,22 @@ def test_another_thing_under_a_name_is_refused(tmp_path):
         train(model, optimizer, loop, epochs=3)
 
 
+def test_a_group_that_was_added_in_training_is_for_another_loop(tmp_path):
+    def start():
+        model = make_model()
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        loop = Loop(alone(), tmp_path, model, optimizer)
+        loop.register("schedule", torch.optim.lr_scheduler.StepLR(optimizer, 3))
+        return model, optimizer, loop
+
+    model, optimizer, loop = start()
+    optimizer.add_param_group({"params": model[3].parameters()})
+    train(model, optimizer, loop, epochs=1)
+    loop.close()
+    with pytest.raises(CheckpointMismatch, match="close the loop and make another one"):
+        train(*start())
+
+
 @pytest.mark.mpi
 @pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
 def test_an_optimizer_that_is_wrapped_too_late(job):

@@ -777,6 +777,11 @@ REFUSED = {
         ConfigError,
         "memory.zero is 1",
     ),
+    "offload": (
+        {"memory": MemorySection(offload="optimizer")},
+        ConfigError,
+        "leave memory.offload out; a Trainer also takes the path",
+    ),
     "precision": ({"precision": "float64"}, UserError, "precision is 'float64'"),
     "clip": ({"clip_norm": -1.0}, ConfigError, "clip_norm is -1"),
     "adasum": (
