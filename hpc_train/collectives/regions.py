@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hpc_train.collectives.protocol import Collectives
 
@@ -27,11 +28,12 @@ class _SumForward(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
 
 
-class _SumScatterForward(torch.autograd.Function):
+class _SumScatter(torch.autograd.Function):
     """Turns partial sums into this rank's part of their sum; the gradient is gathered."""
 
     @staticmethod
@@ -41,32 +43,33 @@ class _SumScatterForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.over.start_gather(dy.contiguous(), ctx.dim).wait(), None, None
+        return _Gather.apply(dy.contiguous(), ctx.over, ctx.dim), None, None
 
 
-class _GatherForward(torch.autograd.Function):
-    """Joins the ranks' rows; the gradient is summed over the ranks, and this rank's rows kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, over: Collectives) -> Tensor:
-        ctx.over = over
-        return over.start_gather(x, 0).wait()
+class _Gather(torch.autograd.Function):
+    """Joins the ranks' parts; the gradient is summed over the ranks, and this rank's part kept."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.over.start_sum_scatter(dy.contiguous(), 0).wait(), None
+    def forward(ctx: Any, x: Tensor, over: Collectives, dim: int) -> Tensor:
+        ctx.over, ctx.dim = over, dim
+        return over.start_gather(x, dim).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _SumScatter.apply(dy.contiguous(), ctx.over, ctx.dim), None, None
 
 
 def joined(x: Tensor, over: Collectives) -> Tensor:
     """The rows of all ranks, the same on all of them. Collective.
 
-    The gradient of x is the sum over the ranks of what they compute for it.
+    The gradient of x is the sum over the ranks of what they compute for it. It can be
+    differentiated again.
     """
     if over.group.size == 1:
         return x
     if x.is_complex():  # sums are of real numbers
         return torch.view_as_complex(joined(torch.view_as_real(x), over))
-    result: Tensor = _GatherForward.apply(x.contiguous(), over)
+    result: Tensor = _Gather.apply(x.contiguous(), over, 0)
     return result
 
 
@@ -84,5 +87,5 @@ def summed_and_cut(x: Tensor, over: Collectives, dim: int) -> Tensor:
 
     The backward pass gathers the gradient from all ranks.
     """
-    result: Tensor = _SumScatterForward.apply(x, over, dim)
+    result: Tensor = _SumScatter.apply(x, over, dim)
     return result

@@ -17,7 +17,7 @@ from hpc_train.gradients.division import Reach
 from hpc_train.gradients.filling import CONVERT_BEFORE, Filling
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.norms import total_norm
-from hpc_train.gradients.ownership import disown
+from hpc_train.gradients.ownership import disown, parameters_of
 from hpc_train.gradients.pooled_filling import PooledFilling
 from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.shared_parameters import SharedParameters
@@ -197,11 +197,27 @@ class ShardedAverager(BucketAverager):
 
     def _check(self) -> tuple[bool, HpcTrainError | None]:
         """Check as `BucketAverager` does, and that parameters still lie in shared memory."""
-        moved = self.parameters.moved_away()
-        if moved or self._changed():
-            what = MOVED if moved else "the optimizer has got other parameters"
-            return False, UserError(f"{SHARES}, and {what}", CONVERT_BEFORE)
+        if self.parameters.moved_away():
+            return False, UserError(f"{SHARES}, and {MOVED}", CONVERT_BEFORE)
+        if self._changed():
+            return False, UserError(
+                f"{SHARES}, and {self._change()}",
+                "close the loop or averager before that, and make another one, a loop in a "
+                "directory of its own",
+            )
         return super()._check()
+
+    def _change(self) -> str:
+        """What has changed since the optimizer's parameters were remembered, as text."""
+        names = {id(p): f"parameter {name}" for name, p in self.model.named_parameters()}
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                return f"{names.get(id(parameter), 'a parameter')} was unfrozen (requires_grad)"
+        for parameter in parameters_of(self.optimizer):
+            if id(parameter) not in self._known:
+                what = names.get(id(parameter), "a parameter outside of the model")
+                return f"the optimizer has got {what}"
+        return "the optimizer has lost parameters"
 
     def _adopt(self) -> None:
         """Do nothing: `_check` refuses parameters that came later."""
@@ -249,8 +265,9 @@ class ShardedAverager(BucketAverager):
             raise UserError(f"{SHARES}, and {MOVED}", CONVERT_BEFORE)
         raise UserError(
             "with memory.zero no rank has the whole gradient of a parameter",
-            "clip by the averager's `norm` and `scale_`, or by a Loop or Trainer; drop gradients "
-            "by `optimizer.zero_grad()`",
+            "clip by a Loop's option clip_norm or its clip(max_norm), by the Trainer's key "
+            "optimizer.clip_norm, or by the averager's `norm` and `scale_`; drop gradients by "
+            "`optimizer.zero_grad()`",
         )
 
     def parts(self) -> list[tuple[Parameter, Tensor]]:

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hpc_train.collectives import Collectives
@@ -257,20 +256,20 @@ class _Normalize(torch.autograd.Function):
         over: _Sums,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
-        ctx.count, ctx.over = count, over
+        ctx.count, ctx.eps, ctx.over = count, eps, over
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         shape = [1, -1, *[1] * (x.dim() - 2)]
+        if torch.is_grad_enabled():  # create_graph: x changes the gradient by its statistics, too
+            far = x - mean.view(shape)
+            _, (first, second) = _sums_and_means(ctx, far, far.square())
+            mean, scale = mean + first, (second - first.square() + ctx.eps).rsqrt()
         wide = dy.to(mean.dtype)
         normal = (x - mean.view(shape)) * scale.view(shape)  # (B, C, ...)
-        sums = torch.stack([wide.sum(_but_channels(x)), (wide * normal).sum(_but_channels(x))])
-        d_bias, d_weight = sums.unbind()
-        total = ctx.over.add(sums.double().flatten(), backward=True).view_as(sums)
-        mean_dy, mean_product = (total / ctx.count).to(mean.dtype).unbind()
+        (d_bias, d_weight), (mean_dy, mean_product) = _sums_and_means(ctx, wide, wide * normal)
         dx = wide - mean_dy.view(shape) - normal * mean_product.view(shape)
         by = scale if weight is None else scale * weight
         dx = (dx * by.view(shape)).to(x.dtype)
@@ -281,6 +280,26 @@ class _Normalize(torch.autograd.Function):
             d_bias.to(weight.dtype) if needs[2] else None,
             *[None] * 5,
         )
+
+
+def _sums_and_means(ctx: Any, *values: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of each channel over this rank's values, and the means over all ranks' values."""
+    sums = torch.stack([value.sum(_but_channels(value)) for value in values])
+    total = _SumBackward.apply(sums.double().flatten(), ctx.over).view_as(sums)
+    return sums, (total / ctx.count).to(sums.dtype)
+
+
+class _SumBackward(torch.autograd.Function):
+    """Adds up what the ranks have in a backward pass. The gradient of that is such a sum, too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, over: _Sums) -> Tensor:
+        ctx.over = over
+        return over.add(values, backward=True)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _SumBackward.apply(dy, ctx.over), None
 
 
 def _but_channels(x: Tensor) -> list[int]:

@@ -16,6 +16,7 @@ from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
 from hpc_train.errors import Stopped, UserError
 from hpc_train.gradients import GradientAverager
+from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
 from hpc_train.job.leaving import LeftBySome
@@ -95,7 +96,8 @@ class Delivery(LoopLife):
                 error.agreed = True
                 raise error
             skipped = self._scales != self.registered.scales  # torch's GradScaler skipped a step
-            if self.group.largest(self._taken) <= done - left and not skipped:
+            whole = left == order.steps_per_epoch  # after a resume, it may be the rest of one
+            if whole and self.group.largest(self._taken) <= done - left and not skipped:
                 error = UserError(
                     "no step of the loop's optimizer was taken in a whole epoch",
                     "give the loop the optimizer whose step the program calls",
@@ -222,6 +224,13 @@ class Delivery(LoopLife):
     def _end_step(self, *_: Any) -> None:
         """A hook after the optimizer's step."""
         self._in_step, self._taken = False, self._given
+
+    def _count_steps_of(self, optimizer: Optimizer) -> None:
+        """Let the steps of another optimizer count too: a checkpoint after one has that step."""
+        self._hooks += [
+            before_step(optimizer, partial(Delivery._begin_step, self)),
+            after_step(optimizer, partial(Delivery._end_step, self)),
+        ]
 
     @contextmanager
     def _until_end(self) -> Iterator[None]:

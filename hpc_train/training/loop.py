@@ -130,6 +130,7 @@ class Loop(Stepping):
         owned = not options.divided or group.rank == 0
         own = bool(options.memory.stage) or options.gradients.average_every > 1
         more = {"copied": options.background, "owned": owned, "own_gradients": own}
+        more["scaled"] = self.scaler is not None and self.scaler.dynamic
         self.registered = Registered(group, optimizer, model, beside, **more)
         state = replace(state, extra=Together([state.extra, self.registered]))
         try:
@@ -347,7 +348,8 @@ class Loop(Stepping):
                     )
             self.registered.add(name, thing)
         if isinstance(thing, Optimizer):
-            if self.registered.shared_with(thing):
+            if self.registered.trains_model(thing):
+                self._count_steps_of(thing)
                 self.averager.follow(thing)
             self.checkpoints.hold_back(thing)
 

@@ -69,6 +69,7 @@ class Registered(ExtraState):
         copied: whether to copy tensors for a save in the background, because they may change.
         owned: whether this rank writes the tensors. If ranks hold the model together, one does.
         own_gradients: whether the gradients of ranks differ after a backward pass.
+        scaled: whether the gradients have a loss scale until the loop's own step.
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class Registered(ExtraState):
         copied: bool,
         owned: bool,
         own_gradients: bool,
+        scaled: bool,
     ) -> None:
         self.group, self.optimizer, self.model, self.beside = group, optimizer, model, beside
-        self.copied, self.owned, self.own_gradients = copied, owned, own_gradients
+        self.copied, self.owned = copied, owned
+        self.own_gradients, self.scaled = own_gradients, scaled
         self.things: dict[str, Registrable] = {}
         self._trees: dict[str, Any] = {}
         self._tensors: dict[str, Tensor] = {}
@@ -122,17 +125,28 @@ class Registered(ExtraState):
                     f"{what} was given a {type(thing).__name__}, which has no {method}",
                     "give it both state_dict and load_state_dict",
                 )
-        if isinstance(thing, Optimizer) and self.own_gradients and self.shared_with(thing):
-            raise UserError(
-                f"{what} was given another optimizer of the model, and zero and average_every work "
-                "with one optimizer",
-                "leave zero and average_every out",
-            )
+        if isinstance(thing, Optimizer) and self.trains_model(thing):
+            self._check_second(what)
         if isinstance(thing, GradScaler) and self.own_gradients:
             raise UserError(
                 "torch's GradScaler looks at each rank's own gradients, which differ between "
                 "ranks with zero and with average_every",
                 'give the loop precision="float16", whose scale all ranks agree on',
+            )
+
+    def _check_second(self, what: str) -> None:
+        """Refuse another optimizer of the model where only the loop's own can step."""
+        if self.own_gradients:
+            raise UserError(
+                f"{what} was given another optimizer of the model, and zero and average_every work "
+                "with one optimizer",
+                "leave zero and average_every out",
+            )
+        if self.scaled:
+            raise UserError(
+                f"{what} was given another optimizer of the model, and with precision float16 only "
+                "loop.step() removes the loss scale from the gradients",
+                'take precision "bfloat16", or no precision, and register torch\'s GradScaler',
             )
 
     def check_optimizers(self) -> None:
@@ -183,6 +197,11 @@ class Registered(ExtraState):
                 plural(len(lost), "trained parameter"),
                 lost[0],
             )
+
+    def trains_model(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has a parameter of the model."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(parameter) in own for parameter in self.model.parameters())
 
     def shared_with(self, optimizer: Optimizer) -> list[str]:
         """The names of the parameters of `beside` that an optimizer has."""
@@ -338,7 +357,8 @@ class Registered(ExtraState):
         if len(options) != len(groups):
             raise CheckpointMismatch(
                 f"the checkpoint's optimizer has {len(options)} groups, this one {len(groups)}",
-                "give the optimizer the same groups of parameters as before",
+                "give the optimizer the same groups of parameters as before; for a group that is "
+                "added later, close the loop and make another one in a directory of its own",
             )
         for group, one in zip(groups, options, strict=True):
             for key, value in one.items():

@@ -91,7 +91,8 @@ def check_device(memory: MemorySection, device: torch.device) -> None:
         raise ConfigError(
             "memory.offload is optimizer, but ranks compute on processors, so the optimizer's "
             "state is in the host's memory already",
-            "leave memory.offload out, or give the path of a folder on the nodes' own disks",
+            "leave memory.offload out; a Trainer also takes the path of a folder on the nodes' own "
+            "disks",
         )
     if on_host(device) or memory.staged:
         return

@@ -171,7 +171,9 @@ class Stepping(Delivery):
         A contrastive loss of one process (SimCLR, CLIP) compares each sample with the whole batch.
         Gather what it compares, such as features and labels. A rank may compute the whole loss, or
         that of its own samples against all others; the gradients are those of one process either
-        way. With `accumulate`, the rows are those of one backward pass.
+        way. With `accumulate`, the rows are those of one backward pass. If each rank computes the
+        whole loss, a gradient with respect to inputs, as of `torch.autograd.grad`, is that of one
+        process times the number of ranks.
 
         Args:
             values: shape (samples, ...), the same on all ranks. Gradients flow back through it.

@@ -36,26 +36,39 @@ def pictures(step, shift):
     return torch.randn(12, 2, 8, 8, generator=torch.Generator().manual_seed(step)).double() + shift
 
 
-def train(model, batch_of, optimizer):
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
+def steepness(model, batch):
+    """A gradient penalty, as of a discriminator."""
+    outputs = model(batch.requires_grad_())
+    (slopes,) = torch.autograd.grad(outputs.square().sum(), batch, create_graph=True)
+    return outputs.square().mean() + slopes.square().sum() / len(batch)
+
+
+def train(model, batch_of, optimizer, loss):
     for step in range(4):
         optimizer.zero_grad()
-        model(batch_of(step)).square().mean().backward()
+        loss(model, batch_of(step)).backward()
         optimizer.step()
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("shift", [0.0, 50.0])
-def test_statistics_gradients_and_buffers_are_those_of_one_process(group, momentum, shift):
+@pytest.mark.parametrize(
+    ("shift", "loss"), [(0.0, squares), (50.0, squares), (0.0, steepness), (50.0, steepness)]
+)
+def test_statistics_gradients_and_buffers_are_those_of_one_process(group, momentum, shift, loss):
     model = build(momentum)
     batch_norm.set_up_batch_norm(model, connect(group), "sync")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     averager = average_gradients(model, optimizer, group)
-    train(model, lambda step: pictures(step, shift).chunk(group.size)[group.rank], optimizer)
+    train(model, lambda step: pictures(step, shift).chunk(group.size)[group.rank], optimizer, loss)
     averager.close()
     expected = build(momentum)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
-    train(expected, lambda step: pictures(step, shift), optimizer)
+    train(expected, lambda step: pictures(step, shift), optimizer, loss)
     for (name, mine), theirs in zip(
         model.state_dict().items(), expected.state_dict().values(), strict=True
     ):
@@ -81,15 +94,21 @@ def domains(over):
     return model
 
 
+def bend(x, y):
+    """Compute gradients of a loss that has a gradient in it."""
+    (slopes,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    (y.pow(3).sum() + slopes.square().sum()).backward()
+
+
 def test_a_rank_without_samples_adds_nothing(job):
     over, rank = connect(job.world), job.world.rank
     model, x = domains(over), torch.randn(4, 3).double()
     mine = x.clone()[: 4 if rank == 0 else 0].requires_grad_()
     y = model[0](mine)
-    y.pow(3).sum().backward()
+    bend(mine, y)
     alone, whole = nn.BatchNorm1d(3).double(), x.clone().requires_grad_()
     expected = alone(whole)
-    expected.pow(3).sum().backward()
+    bend(whole, expected)
     if rank == 0:
         torch.testing.assert_close(y, expected)
         torch.testing.assert_close(mine.grad, whole.grad)

@@ -142,8 +142,11 @@ def test_what_is_trained_cannot_change_later(job, together, reference):
     given = [*ZERO, *FINE_TUNED["head"], "--checkpoint.weights", str(reference)]
     with on_nodes(job, NODES["two"]) as place:
         trainer = make(config(together / "run", *given), place)
-        next(p for p in trainer.model.parameters() if not p.requires_grad).requires_grad_(True)
-        with pytest.raises(UserError, match="the optimizer has got other parameters"):
+        name, frozen = next(
+            (n, p) for n, p in trainer.model.named_parameters() if not p.requires_grad
+        )
+        frozen.requires_grad_(True)
+        with pytest.raises(UserError, match=f"and parameter {name} was unfrozen"):
             trainer.train()
         trainer.close()
 
@@ -306,7 +309,8 @@ def test_mistakes_of_a_loop_are_told(job, together, monkeypatch, zero):
     optimizer.zero_grad()
     loop.backward(model(torch.ones(2, 5)).sum())
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(UserError, match="the optimizer has got other parameters"):
+    line = "the optimizer has got a parameter outside of the model: close the loop"
+    with pytest.raises(UserError, match=line):
         loop.step()
     loop.close()
     assert all(p.shape[-1] for p in copy.deepcopy(model).parameters())

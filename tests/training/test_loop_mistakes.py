@@ -90,6 +90,18 @@ def test_steps_of_another_optimizer_are_told(tmp_path):
         train(model, other, loop)
 
 
+def test_the_rest_of_an_epoch_needs_no_step(tmp_path):
+    for _ in range(2):
+        model, optimizer, loop = make(tmp_path)
+        with loop:
+            for _, batches in loop.epochs(data(), batch=BATCH, epochs=1):
+                for inputs, _ in batches:
+                    if loop.step_number == 2:
+                        model(inputs).sum().backward()
+                        optimizer.step()
+                        loop.stop()
+
+
 @pytest.mark.parametrize("use", ["train", "evaluate", "step", "register"])
 def test_a_closed_loop_is_not_used(tmp_path, use):
     model, optimizer, loop = make(tmp_path)
@@ -185,17 +197,19 @@ def test_an_optimizer_of_parameters_that_nobody_averages_or_saves_is_refused(tmp
             train(model, optimizer, loop)
 
 
-@pytest.mark.parametrize("way", ["zero", "average_every"])
-def test_a_second_optimizer_is_refused_where_ranks_have_gradients_of_their_own(tmp_path, way):
+@pytest.mark.parametrize("way", ["zero", "average_every", "float16"])
+def test_a_second_optimizer_is_refused_where_only_the_loops_step_is_right(tmp_path, way):
     options = {
         "zero": {"memory": MemorySection(zero=1)},
         "average_every": {"gradients": GradientsSection(average_every=2)},
+        "float16": {"precision": "float16"},
     }
+    line = "only loop.step.. removes the loss scale" if way == "float16" else "with one optimizer"
     model = make_model()
     first, second = sgd(model[0].parameters()), sgd(model[3].parameters())
     with Loop(alone(), tmp_path, model, first, LoopOptions(**options[way])) as loop:
         loop.register("apart", sgd([torch.nn.Parameter(torch.ones(2))]))
-        with pytest.raises(UserError, match="zero and average_every work with one optimizer"):
+        with pytest.raises(UserError, match=line):
             loop.register("second", second)
 
 
@@ -292,6 +306,22 @@ def test_another_thing_under_a_name_is_refused(tmp_path):
     loop.register("schedule", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     with pytest.raises(CheckpointMismatch, match="'schedule' was a StepLR in the checkpoint"):
         train(model, optimizer, loop, epochs=3)
+
+
+def test_a_group_that_was_added_in_training_is_for_another_loop(tmp_path):
+    def start():
+        model = make_model()
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        loop = Loop(alone(), tmp_path, model, optimizer)
+        loop.register("schedule", torch.optim.lr_scheduler.StepLR(optimizer, 3))
+        return model, optimizer, loop
+
+    model, optimizer, loop = start()
+    optimizer.add_param_group({"params": model[3].parameters()})
+    train(model, optimizer, loop, epochs=1)
+    loop.close()
+    with pytest.raises(CheckpointMismatch, match="close the loop and make another one"):
+        train(*start())
 
 
 @pytest.mark.mpi

@@ -324,6 +324,24 @@ def test_a_loss_may_compare_the_samples_of_all_ranks(job, together, rows, accumu
     close(model.state_dict().values(), alone.state_dict().values())
 
 
+def steepness(model, inputs, gather, ranks):
+    """A penalty for the gradient of a loss of all samples, which each rank computes."""
+    loss = gather(model(inputs.requires_grad_())).logsumexp(0).sum()
+    (slopes,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    return (slopes / ranks).square().sum(1).mean()
+
+
+@pytest.mark.mpi
+def test_a_loss_of_the_samples_of_all_ranks_has_second_derivatives(job, together):
+    mine, expected, inputs = Job(job, together / "run"), make_model(), data()[:BATCH][0]
+    size = job.world.size
+    own = inputs.chunk(size)[job.world.rank].clone()
+    steepness(mine.model, own, mine.loop.gather, size).backward()
+    steepness(expected, inputs, lambda rows: rows, 1).backward()
+    weights = [(p, q) for p, q in zip(mine.model.parameters(), expected.parameters(), strict=True)]
+    close(*zip(*((p.grad, q.grad) for p, q in weights if q.grad is not None), strict=True))
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_gather_of_other_shapes_is_refused(job, together):
     mine = Job(job, together / "run")
@@ -473,6 +491,37 @@ def test_a_grad_scaler_of_the_users_own_is_resumed_after_a_step_that_it_skipped(
     rest, resumed = train(tmp_path / "cut")
     assert first + rest == steps
     equal(resumed, state)
+
+
+def adversaries(started, folder, *, every, stop_at=0):
+    """The weights after a critic has stepped in each batch, and a generator in each third one."""
+    torch.manual_seed(0)
+    generator, critic = (torch.nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
+    both = torch.nn.ModuleList([generator, critic])
+    first, second = (torch.optim.Adam(one.parameters(), lr=0.1) for one in both)
+    options = LoopOptions(every=every)
+    with Loop(started, folder, both, first, options) as loop:
+        loop.register("second", second)
+        for _, batches in loop.epochs(data(), batch=BATCH, epochs=EPOCHS):
+            for inputs, _ in batches:
+                critic.zero_grad()
+                (critic(generator(inputs)) - critic(inputs)).square().mean().backward()
+                second.step()
+                if loop.step_number % 3 == 0:
+                    generator.zero_grad()
+                    critic(generator(inputs)).sin().mean().backward()
+                    first.step()
+                if loop.step_number == stop_at and started.world.rank == 0:
+                    loop.stop()
+    return [parameter.detach().clone() for parameter in both.parameters()]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("stop_at", [4, 5, 6])
+def test_a_resumed_run_repeats_no_step_of_another_optimizer(job, together, stop_at):
+    expected = adversaries(job, together / "whole", every=2)
+    adversaries(job, together / "stopped", every=0, stop_at=stop_at)
+    equal(adversaries(job, together / "stopped", every=2), expected)
 
 
 @pytest.mark.mpi
@@ -728,6 +777,11 @@ REFUSED = {
         ConfigError,
         "memory.zero is 1",
     ),
+    "offload": (
+        {"memory": MemorySection(offload="optimizer")},
+        ConfigError,
+        "leave memory.offload out; a Trainer also takes the path",
+    ),
     "precision": ({"precision": "float64"}, UserError, "precision is 'float64'"),
     "clip": ({"clip_norm": -1.0}, ConfigError, "clip_norm is -1"),
     "adasum": (
@@ -755,15 +809,18 @@ def test_ranks_that_were_given_different_options_are_told(job, together):
 def test_a_step_before_the_last_micro_batch_is_refused(job, together):
     def attempt(act):
         mine = Job(job, together / "run")
+        another = sgd(mine.model[0].parameters())
+        mine.loop.register("another", another)
         for _, batches in mine.loop.epochs(data(), batch=BATCH, epochs=1, accumulate=3):
             for inputs, targets in batches:
                 mine.loop.backward(cross_entropy(mine.model(inputs), targets))
-                act(mine)
+                act(mine, another)
 
     for act in (
-        lambda mine: mine.loop.step(),
-        lambda mine: mine.optimizer.step(),
-        lambda mine: mine.loop.clip(1.0),
+        lambda mine, _: mine.loop.step(),
+        lambda mine, _: mine.optimizer.step(),
+        lambda mine, _: mine.loop.clip(1.0),
+        lambda _, another: another.step(),
     ):
         with pytest.raises(UserError, match="before the last of the step's 3 micro-batches"):
             attempt(act)
