@@ -146,7 +146,7 @@ spell() { # COMMAND
     line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
 }
 if [ -n "$task" ]; then # a task of an array is submitted again by itself
-    sed '/^#BSUB -J /s/\[[^]]*\]//' "$script" >"$run_dir/job.sh"
+    sed '/^#BSUB -J /s/\[[^]]*\][%0-9]*//' "$script" >"$run_dir/job.sh"
     script=$run_dir/job.sh
 fi
 spell env "HPC_TRAIN_TASK=$task" "$bsub"

@@ -70,7 +70,7 @@ def pbs_end(text: str) -> float | None:
     PBS Pro calls the start `stime`, Torque `start_time`; both write it as ctime does.
     """
     limit = re.search(r"Resource_List\.walltime = (\S+)", text)
-    begin = re.search(r"\b(?:stime|start_time) = (.+)", text)
+    begin = re.search(r"^\s*(?:stime|start_time) = (.+)", text, re.MULTILINE)
     length = parse_duration(limit[1]) if limit else None
     if length is None or not begin:
         return None

@@ -79,6 +79,14 @@ def memory_kills() -> int:
     return 0
 
 
+def kill_session(leader: int) -> None:
+    """Kill what is left of the session that a process on this host has begun."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) == leader:
+                process.kill()
+
+
 class Attempt:
     """A running launcher. Its output is copied to ours.
 
@@ -206,9 +214,6 @@ class Attempt:
 
     def _clear(self) -> None:
         """Kill ranks on this host that have outlived their launcher, and read the last output."""
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):
-                if os.getsid(process.pid) == self.process.pid:
-                    process.kill()
+        kill_session(self.process.pid)
         for thread in self._threads:
             thread.join(GRACE)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpc_train.config import RunConfig
 from hpc_train.config import file as config_file
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, print_line
 from hpc_train.launch import containers, warm_start
 from hpc_train.launch.attempt import stop_with_script
 from hpc_train.launch.containers import Container
@@ -245,4 +245,4 @@ def shrinking(config: RunConfig | None) -> Callable[[int], tuple[int, list[str]]
 
 
 def _say(text: str) -> None:
-    print(f"hpc-train launch: {text}", file=sys.stderr, flush=True)
+    print_line(f"hpc-train launch: {text}", sys.stderr)

@@ -15,7 +15,7 @@ from hpc_train.config import RunConfig
 from hpc_train.config import file as config_file
 from hpc_train.config.durations import TIME_FORMS, parse_duration
 from hpc_train.config.keys import check_key
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, print_line
 from hpc_train.launch import SchedulerName, resources, sites
 from hpc_train.launch.batch import BatchJob, find_commands
 from hpc_train.launch.image import in_image
@@ -241,7 +241,7 @@ def _threads(
 
 
 def _say(text: str) -> None:
-    print(f"hpc-train submit: {text}", file=sys.stderr, flush=True)
+    print_line(f"hpc-train submit: {text}", sys.stderr)
 
 
 def _time_limit(text: str | None) -> int:

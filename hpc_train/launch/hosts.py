@@ -6,6 +6,7 @@ Every source gives the same list: hosts in their order, each with the number of 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -98,13 +99,16 @@ def allocated(environ: Mapping[str, str]) -> Allocation | None:
         return Allocation("pbs", read_file(Path(environ["PBS_NODEFILE"])))
     for variable in ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE"):
         if variable in environ:
-            return Allocation("lsf", _without_launch_host(read_file(Path(environ[variable]))))
-    if "LSB_MCPU_HOSTS" in environ:
-        words = environ["LSB_MCPU_HOSTS"].split()
+            found = read_file(Path(environ[variable]))
+            return Allocation("lsf", _without_launch_host(found, environ))
+    if words := environ.get("LSB_MCPU_HOSTS", "").split():
         if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
             raise UserError(f"LSB_MCPU_HOSTS is {' '.join(words)!r}", "give the hosts by -H")
-        found = [Host(*pair) for pair in zip(words[::2], map(int, words[1::2]), strict=True)]
-        return Allocation("lsf", _without_launch_host(found))
+        slots: dict[str, int] = {}
+        for name, count in zip(words[::2], map(int, words[1::2]), strict=True):
+            slots[name] = slots.get(name, 0) + count
+        found = [Host(name, count) for name, count in slots.items()]
+        return Allocation("lsf", _without_launch_host(found, environ))
     if "FLUX_ENCLOSING_ID" in environ and "FLUX_TASK_RANK" not in environ:
         names = output("flux", "hostlist", "-le", "instance", timeout=FLUX_SECONDS).split()
         return Allocation("flux", [Host(name, 1) for name in dict.fromkeys(names)])
@@ -133,11 +137,12 @@ def _repeated(text: str) -> list[int]:
     return found
 
 
-def _without_launch_host(hosts: list[Host]) -> list[Host]:
-    """Leave out the host of the script: LSF may list it first, with one slot and no rank."""
-    first = hosts[0]
+def _without_launch_host(hosts: list[Host], environ: Mapping[str, str]) -> list[Host]:
+    """Leave out the host of the script: where jsrun is, LSF lists it first, without a rank."""
     many = len(hosts) > 1 and max(host.slots for host in hosts[1:]) > 1
-    return hosts[1:] if first.slots == 1 and many else hosts
+    is_launch_host = hosts[0].slots == 1 and many
+    found = is_launch_host and shutil.which("jsrun", path=environ.get("PATH"))
+    return hosts[1:] if found else hosts
 
 
 def expand(text: str) -> list[str]:

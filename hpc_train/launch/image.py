@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpc_train.config import RunConfig
 from hpc_train.config import file as config_file
+from hpc_train.errors import print_line
 from hpc_train.launch import IMAGE_TOOLS, containers
 from hpc_train.launch.batch import BatchJob
 from hpc_train.launch.containers import Container
@@ -57,10 +58,10 @@ def _container(request: SubmitRequest, site: Site, config: RunConfig) -> Contain
     tool = wanted or containers.find_tool(None, request.image)
     if not tool:
         tool = IMAGE_TOOLS[0]
-        print(
+        print_line(
             f"hpc-train submit: no program that runs images is here: the job will use {tool}; "
             "--image_tool names another",
-            file=sys.stderr,
+            sys.stderr,
         )
     return containers.made_container(
         request.image,

@@ -64,7 +64,12 @@ def still_queued(run: Path) -> tuple[Scheduler | None, list[QueuedJob]]:
         HpcTrainError: the scheduler does not say.
     """
     scheduler, ids = jobs_of(run)
-    return scheduler, scheduler.queued(ids) if scheduler is not None and ids else []
+    if scheduler is None:
+        return None, []
+    if not scheduler.ids_come_back:
+        ended = {str(e.get("job")) for e in read_events(run) if e.get("event") == "ended"}
+        ids = [job for job in ids if job not in ended]
+    return scheduler, scheduler.queued(ids) if ids else []
 
 
 def tasks_of(job: str) -> list[int]:

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.errors import HpcTrainError, UserError, print_line
 from hpc_train.launch import queued
 from hpc_train.launch.alive import job_runs, state_in_words
 from hpc_train.launch.protocol import QUEUED, STOP
@@ -216,7 +216,7 @@ def _wait_for_log(run: Path, rank: int | None) -> None:
             if scheduler is None or not jobs:
                 return
             words = " ".join(word for word in (jobs[0].id, jobs[0].state, jobs[0].why) if word)
-            print(f"hpc-train logs: waiting for the output of job {words}", file=sys.stderr)
+            print_line(f"hpc-train logs: waiting for the output of job {words}", sys.stderr)
             asked = time.monotonic()
         time.sleep(FOLLOW_SECONDS)
 

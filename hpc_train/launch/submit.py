@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train import files
-from hpc_train.errors import HpcTrainError, SetupError, UserError
+from hpc_train.errors import HpcTrainError, SetupError, UserError, print_line
 from hpc_train.launch.batch import text
 from hpc_train.launch.compose import COPY, make
 from hpc_train.launch.protocol import QUEUED, STOP
@@ -67,8 +67,8 @@ def submit(request: SubmitRequest) -> Submission:
         tasks = dict(enumerate(map(list, batch.sweep), scheduler.first_task))
         check_tasks(run_dir, tasks)
         for stop in sorted(run_dir.glob(f"task-*/{STOP}")):
-            print(
-                f"hpc-train submit: {stop} is there, so this task does not start", file=sys.stderr
+            print_line(
+                f"hpc-train submit: {stop} is there, so this task does not start", sys.stderr
             )
         config = Path(request.config).read_bytes() if request.config else None
         with _writing(run_dir):

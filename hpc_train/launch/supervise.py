@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_train.errors import EXIT_STOPPED, FINAL_CODES, HpcTrainError, plural
-from hpc_train.launch.attempt import Attempt, Outcome
+from hpc_train.launch.attempt import Attempt, Outcome, kill_session
 from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
 from hpc_train.launch.contact import Contact
 from hpc_train.launch.hosts import Host, take_hosts
@@ -209,18 +209,19 @@ class Supervisor:
             return True
         one_each = [Host(host.name, 1) for host in hosts]
         line = self.launcher.make(LaunchedJob([PROBE], len(hosts), one_each, again=True))
-        try:
-            done = subprocess.run(
-                line.words,
-                env={**os.environ, **line.environ},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=HOST_PROBE_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
+        with subprocess.Popen(
+            line.words,
+            env={**os.environ, **line.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # the terminal's Ctrl-C says nothing about the hosts
+        ) as process:
+            try:
+                return process.wait(HOST_PROBE_SECONDS) == 0
+            except subprocess.TimeoutExpired:
+                kill_session(process.pid)
+                return False
 
     def _write(self, **record: Any) -> None:
         """Record what happens to an attempt; a job does not end for want of its record."""

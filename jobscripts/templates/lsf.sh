@@ -18,7 +18,7 @@ echo "job $job, start $count, on $LSB_MCPU_HOSTS"
 #% endblock %#
 #% block again %#
 if [ -n "$task" ]; then # a task of an array is submitted again by itself
-    sed '/^#BSUB -J /s/\[[^]]*\]//' "$script" >"$run_dir/job.sh"
+    sed '/^#BSUB -J /s/\[[^]]*\][%0-9]*//' "$script" >"$run_dir/job.sh"
     script=$run_dir/job.sh
 fi
 spell env "HPC_TRAIN_TASK=$task" "$bsub"

@@ -21,7 +21,9 @@ if [ -n "$task" ]; then # a task of an array is submitted again by itself
     grep -v '^#PBS -[Jt] ' "$script" >"$run_dir/job.sh"
     script=$run_dir/job.sh
 fi
-spell "$qsub" ${task:+-v "HPC_TRAIN_TASK=$task"} "$script"
+given=$(sed -n 's/^#PBS -v *//p' "$script" | tr -d '"' | tail -n 1) # the option -v replaces this directive
+given=${given:+,$given}
+spell "$qsub" ${task:+-v "HPC_TRAIN_TASK=$task$given"} "$script"
 #% endblock %#
 #% block ask %#
 #= super()|trim =#
@@ -57,7 +59,7 @@ trap 'terminated=1' TERM
 submit() { # PBS signals all processes of a job, and timeout has its command take SIGTERM
     trap '' TERM
     timeout -s KILL 60 bash -c 'trap "" TERM; exec "$@"' - \
-        "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task" "$script"
+        "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task$given" "$script"
 }
 queue_by submit
 trap '' TERM

@@ -15,6 +15,7 @@ PBS_PRO = """Job Id: 7.server
     job_state = R
     Resource_List.walltime = 02:00:00
     resources_used.walltime = 00:01:00
+    estimated.start_time = Mon Jan  5 10:00:00 2026
     stime = {start}
 """
 TORQUE = PBS_PRO.replace("stime", "start_time")

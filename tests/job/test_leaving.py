@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
+from hpc_train.job.preemption import StopRequests
 from hpc_train.job.program import run
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -268,8 +269,9 @@ def test_ranks_that_break_together_leave_a_checkpoint(job, together):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("kind", ["both loops", "one loop"])
-def test_a_rank_that_breaks_alone_ends_all_with_its_name(job, together, kind):
+@pytest.mark.parametrize("kind", ["both loops", "one loop", "Ctrl-C elsewhere"])
+def test_a_rank_that_breaks_alone_ends_all_with_its_name(job, together, kind, monkeypatch):
+    monkeypatch.setattr(StopRequests, "interrupted", kind == "Ctrl-C elsewhere")
     mine, odd = Job(job, together), job.world.size - 1
     with pytest.raises(UserError, match=rf"^rank {odd} \(.*\) left the loop before its end, but"):
         for _, batches in mine.loop.epochs(data(), batch=12, epochs=4):
@@ -278,6 +280,8 @@ def test_a_rank_that_breaks_alone_ends_all_with_its_name(job, together, kind):
                 mine.step(batch)
                 if mine.seen == 3 and job.world.rank == odd:
                     break
+                if mine.seen == 3 and StopRequests.interrupted:
+                    signal.raise_signal(signal.SIGTERM)
             if mine.seen == 3 and kind == "both loops":
                 break
         mine.loop.mean(1.0)  # the rank that has left hears of it here

@@ -491,7 +491,7 @@ def test_tasks_of_an_array_have_directories_of_their_own_and_go_on_alone(shell):
     first = scheduler_of(shell.scheduler).first_task
     sweep = [["--run.seed", str(task + 1)] for task in (first, first + 1)]
     (shell.folder / "run/task-1").mkdir(parents=True)  # as the training does
-    done = shell.run('echo "$@"; exit 75', {variable: "1"}, sweep=sweep)
+    done = shell.run('echo "$@"; exit 75', {variable: "1"}, sweep=sweep, tasks_at_once=2)
     assert "--run.seed 2 --run.dir run/task-1" in done.stdout.splitlines()
     if shell.scheduler == "slurm":
         assert "--array=1" in shell.calls[0]
@@ -500,6 +500,7 @@ def test_tasks_of_an_array_have_directories_of_their_own_and_go_on_alone(shell):
     script = (shell.folder / "again.sh").read_text()
     assert "#PBS -J" not in script
     assert "[1-2]" not in script
+    assert "%2" not in script
     if shell.scheduler == "pbs":
         assert "HPC_TRAIN_TASK=1" in shell.calls[0]
     again = subprocess.run(

@@ -97,10 +97,21 @@ def test_schedulers_tell_their_hosts(tmp_path):
     nodes.write_text("n1\nn1\nn2\nn2\n")  # PBS Pro's mpiprocs and Torque's ppn: a line for each
     assert allocated({"PBS_NODEFILE": str(nodes)}).hosts == [Host("n1", 2), Host("n2", 2)]
 
-    lsf = {"LSB_MCPU_HOSTS": "batch01 1 n1 42 n2 42"}
-    assert allocated(lsf).hosts == [Host("n1", 42), Host("n2", 42)]
     assert allocated({"LSB_MCPU_HOSTS": "n1 4"}).hosts == [Host("n1", 4)]
+    assert allocated({"LSB_MCPU_HOSTS": "n1 1 n2 4 n1 2"}).hosts == [Host("n1", 3), Host("n2", 4)]
+    assert allocated({"LSB_MCPU_HOSTS": ""}) is None
     assert allocated({}) is None
+
+
+@pytest.mark.parametrize("variable", ["LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE"])
+@pytest.mark.parametrize("there", [True, False])
+def test_the_first_host_of_lsf_has_no_rank_where_jsrun_is(tmp_path, variable, there):
+    (tmp_path / "hosts").write_text("n0\nn1\nn1\nn2\nn2\n")
+    values = {"LSB_MCPU_HOSTS": "n0 1 n1 2 n2 2", "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}
+    if there:
+        (tmp_path / "jsrun").touch(0o755)
+    found = allocated({variable: values[variable], "PATH": str(tmp_path)}).hosts
+    assert found == [*([] if there else [Host("n0", 1)]), Host("n1", 2), Host("n2", 2)]
 
 
 def test_variables_that_contradict_each_other_are_refused():

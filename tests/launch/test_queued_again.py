@@ -10,12 +10,13 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_train.launch.batch import find_commands
-from tests.launch.job_shell import ANSWER, ARRAYS, RUNNING, SAVES, Shell
+from tests.launch.job_shell import ANSWER, ARRAYS, PLAIN, RUNNING, SAVES, Shell
 from tests.waiting import PATIENCE
 
 SCHEDULERS = ["slurm", "pbs", "lsf", "flux"]
@@ -166,6 +167,14 @@ def test_sigterm_at_the_walltime_queues_again(pbs):
     end(process)
     assert process.returncode == 0
     assert pbs.calls == [f"qsub -v HPC_TRAIN_QUEUED=1,HPC_TRAIN_TASK= {pbs.folder}/job.sh queued="]
+
+
+def test_variables_of_a_directive_of_pbs_are_those_of_the_next_job_too(pbs):
+    """An option of qsub replaces the directive."""
+    asked = replace(PLAIN.resources, directives=["-v FIRST=1", '-v "GIVEN=a b,OTHER"'])
+    assert pbs.run("exit 75", resources=asked).returncode == 0
+    told = "HPC_TRAIN_QUEUED=1,HPC_TRAIN_TASK=,GIVEN=a b,OTHER"
+    assert pbs.calls == [f"qsub -v {told} {pbs.folder}/job.sh queued="]
 
 
 @pytest.mark.parametrize("change", ["job_state = R>job_state = E", "substate = 42>substate = 43"])

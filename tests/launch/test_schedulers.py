@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from hpc_train.errors import HpcTrainError
+from hpc_train.launch.queued import record_queued, still_queued
 from hpc_train.launch.schedulers import QueuedJob, scheduler_of
 from tests.programs import ENVIRON, hpc_train, only_line, run
 from tests.waiting import PATIENCE, wait_until
@@ -126,6 +127,21 @@ def test_the_id_of_a_new_job_is_recorded(answers, tmp_path, name, command, answe
     assert (record["job"], record["scheduler"]) == (job, name)
 
 
+@pytest.mark.parametrize(("name", "command"), [("slurm", "sbatch"), ("lsf", "bsub")])
+def test_a_job_that_another_job_submits_has_counts_of_its_own(tmp_path, name, command):
+    """By themselves these schedulers give a job all variables of who submits it."""
+    (tmp_path / command).write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\nexit 1\n")
+    (tmp_path / command).chmod(0o755)
+    told = ("HPC_TRAIN_QUEUED", "HPC_TRAIN_TASK", "HPC_TRAIN_RESTARTS", "SLURM_RESTART_COUNT")
+    users = ("HPC_TRAIN_SILENCE", "HPC_TRAIN_ROOT", "SLURM_CLUSTERS", "OMP_PROC_BIND")
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **dict.fromkeys([*told, *users], "2")}
+    words = ["submit", "--scheduler", name, "--run.dir", "r", "--account", "p1", "--", "python"]
+    run(*hpc_train(*words), cwd=tmp_path, environ=environ)
+    seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
+    assert seen >= {*users}
+    assert not seen & {*told}
+
+
 def test_each_task_of_a_sweep_is_a_job_where_there_are_no_arrays(answers, tmp_path):
     calls = answers("flux", "fA\n")
     (tmp_path / "my.yaml").write_text("run: {dir: r}\n")
@@ -196,6 +212,15 @@ def test_a_job_without_a_scheduler_starts_again_until_it_is_done(local, tmp_path
     done = run(*hpc_train("status", "r"), cwd=tmp_path)
     assert "no job in the queue" in done.stdout
     assert "start 2" in run(*hpc_train("logs", "r"), cwd=tmp_path).stdout
+
+
+def test_a_job_that_has_ended_on_another_host_need_not_be_asked_about(tmp_path):
+    record_queued(tmp_path, "local", "1-2@elsewhere")
+    with pytest.raises(HpcTrainError, match="started on elsewhere"):
+        still_queued(tmp_path)
+    with (tmp_path / "jobs.jsonl").open("a") as file:
+        file.write('{"event": "ended", "job": "1-2@elsewhere", "code": 1, "next": ""}\n')
+    assert still_queued(tmp_path)[1] == []
 
 
 def test_a_job_without_a_scheduler_has_module_whichever_shell_submits_it(local, tmp_path):

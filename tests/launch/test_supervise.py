@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +19,7 @@ from hpc_train.launch.launchers import FoundLauncher
 from hpc_train.launch.lines import LaunchedJob, Line
 from hpc_train.launch.protocol import JobProgress
 from hpc_train.launch.supervise import Supervisor, cause_of
+from tests.waiting import wait_until
 
 NOTICED = "mpirun noticed that process rank 3 with PID 0 on node {} exited on signal 9 (Killed)."
 
@@ -129,6 +131,19 @@ def test_a_probe_is_patient_with_slow_hosts(tmp_path, monkeypatch):
     monkeypatch.setattr(supervise, "HOST_PROBE_SECONDS", 1.0)
     site = Site(tmp_path, slow=["none3"])
     assert answering(site, NODES[:4], tmp_path) == NODES[:3]
+
+
+def test_a_probe_is_alone_in_its_session_and_leaves_nothing_there(tmp_path, monkeypatch):
+    """So a terminal's Ctrl-C does not end it, as if all hosts were dead."""
+    monkeypatch.setattr(supervise, "HOST_PROBE_SECONDS", 1.0)
+    site = Site(tmp_path)
+    script = f"ps -o sid= -p $$ >> {site.calls}; sleep 600; exit"
+    site.make = lambda job: Line(["sh", "-c", script], {})
+    assert answering(site, NODES[:1], tmp_path, "host none0 was lost") == []
+    (session,) = map(int, site.steps())
+    assert session != os.getsid(0)
+    ps = ["ps", "-s", str(session), "-o", "args="]
+    wait_until(lambda: "sleep 600" not in subprocess.run(ps, capture_output=True, text=True).stdout)
 
 
 def test_a_dead_host_is_found_among_sound_ones(tmp_path):

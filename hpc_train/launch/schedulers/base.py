@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.launch import SchedulerName
 from hpc_train.launch.protocol import QUEUED
+from hpc_train.mpi.environment import without_launcher
+from hpc_train.warm.key import WARM
 
 if TYPE_CHECKING:
     from hpc_train.launch.batch import BatchJob
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 30.0  # seconds to wait for the scheduler's answer
 LEAVE = "leave it out"
+# The user and our module set these. All other variables of ours are about the job around us.
+SETTINGS = (WARM, "HPC_TRAIN_PREFIX", "HPC_TRAIN_ROOT", "HPC_TRAIN_SILENCE")
 SHORT = 600  # seconds; in shorter jobs the signal could come at the start (SLURM's: 60 s early)
 
 
@@ -70,6 +74,7 @@ class Scheduler:
         id_line: the line in the answer to `submits` that has the job's id, as a regular expression
             of both Python and `sed -E`. The id is its second group. Sites print other lines, too.
         requeues: whether it can queue the same job again.
+        ids_come_back: whether a job that has ended may run again under the same id.
         arrays: the variable that has a task's number; "" if there are no arrays. Then each task is
             a job of its own, with the number in HPC_TRAIN_TASK.
         first_task: number of the first task.
@@ -91,6 +96,7 @@ class Scheduler:
     id_line: ClassVar[str] = ""
     deletes: ClassVar[Sequence[str]] = ()
     requeues: ClassVar[bool] = False
+    ids_come_back: ClassVar[bool] = True
     arrays: ClassVar[str] = ""
     first_task: ClassVar[int] = 0
     warns: ClassVar[bool] = False
@@ -248,6 +254,19 @@ def given(words: Mapping[str, str]) -> list[str]:
     return [f"{option}{value}" for option, value in words.items() if value]
 
 
+def outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a new job, without what the job around this process has been told."""
+    free = without_launcher(environ)
+    if free.get(WARM, "").startswith("launch-"):
+        del free[WARM]
+    return {
+        name: value
+        for name, value in free.items()
+        if name.startswith(SETTINGS)
+        or not (name.startswith("HPC_TRAIN_") or name == "SLURM_RESTART_COUNT")
+    }
+
+
 def submitted(
     words: Sequence[str], stdin: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> str:
@@ -256,7 +275,7 @@ def submitted(
     Args:
         words: the command.
         stdin: a file that it reads.
-        environ: variables for it.
+        environ: further variables for it.
 
     Raises:
         HpcTrainError: it fails.
@@ -268,7 +287,7 @@ def submitted(
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, **(environ or {})},
+        env={**outside(os.environ), **(environ or {})},
     )
     if done.returncode:
         raise HpcTrainError(

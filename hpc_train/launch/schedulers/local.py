@@ -19,9 +19,7 @@ from hpc_train.config.durations import format_duration
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.host.process import begun_ticks
 from hpc_train.launch import SchedulerName
-from hpc_train.launch.schedulers.base import LEAVE, QueuedJob, Scheduler
-from hpc_train.mpi.environment import without_launcher
-from hpc_train.warm.key import WARM
+from hpc_train.launch.schedulers.base import LEAVE, QueuedJob, Scheduler, outside
 
 if TYPE_CHECKING:
     from hpc_train.launch.batch import BatchJob
@@ -39,6 +37,7 @@ class Local(Scheduler):
     name: SchedulerName = "local"
     template = "local.sh"
     submits = ("timeout",)
+    ids_come_back = False
     tells_hosts = False
     refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
@@ -66,7 +65,7 @@ class Local(Scheduler):
         """Start the script of a job, once for each task of a sweep; returns the ids."""
         words = ["timeout", "--signal=TERM", f"--kill-after={KILL_AFTER}"]
         words += [str(batch.resources.seconds), "bash", batch.script]
-        ids, ours = [], _outside(os.environ)
+        ids, ours = [], outside(os.environ)
         for task in range(len(batch.sweep)) if batch.sweep else [""]:
             environ = {**ours, "HPC_TRAIN_TASK": str(task)}
             with Path(_output(batch)).open("ab") as output:
@@ -105,18 +104,6 @@ class Local(Scheduler):
         for job in self.queued(ids):
             with suppress(ProcessLookupError):
                 os.kill(_parts(job.id)[0], signal.SIGTERM)
-
-
-def _outside(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a job that another job may have submitted, without what that one is."""
-    free = without_launcher(environ)
-    if free.get(WARM, "").startswith("launch-"):
-        del free[WARM]
-    return {
-        name: value
-        for name, value in free.items()
-        if name.startswith(WARM) or not name.startswith("HPC_TRAIN_")
-    }
 
 
 def _output(batch: BatchJob) -> str:
