@@ -25,8 +25,8 @@ def options() -> Parser:
         "export",
         help="write the records of runs for TensorBoard, MLflow, W&B, or as CSV",
         description="Write the records of runs for a tracker. A further call adds what is new, "
-        "also while a job writes the run. Of a run that has resumed, steps that were computed "
-        "again replace the earlier ones.",
+        "also while a job writes the run; metrics.csv is written anew. Of a run that has resumed, "
+        "steps that were computed again replace the earlier ones.",
     )
     export.add_argument("runs", metavar="RUN", nargs="+", help="a run directory")
     export.add_argument(
