@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,19 +136,22 @@ def is_there(path: Path) -> bool:
     return os.path.exists(path)  # noqa: PTH110  # Path.exists raises such an error
 
 
-def create(path: Path, content: Buffer, flag: int, mode: int = 0o666) -> None:
+def create(path: Path, parts: Iterable[Buffer], flag: int, mode: int = 0o666) -> None:
     """Make a file and write its content. The content is durable when this returns, the name is not.
 
     Args:
         path: the file.
-        content: the content.
+        parts: the content, in parts.
         flag: os.O_EXCL if the file must not exist yet, os.O_TRUNC if its old content goes.
         mode: the rights of a new file, before the umask.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag
     descriptor = call("create", os.open, path, flags, mode)
     try:
-        write_at(descriptor, content, 0)
+        offset = 0
+        for part in parts:
+            write_at(descriptor, part, offset)
+            offset += len(part)
         call("sync", os.fsync, descriptor)
     finally:
         call("close", os.close, descriptor)
@@ -156,20 +159,20 @@ def create(path: Path, content: Buffer, flag: int, mode: int = 0o666) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that readers see the old or the new content, never a part of it."""
-    write_whole(path, text.encode())
+    write_whole(path, [text.encode()])
 
 
-def write_whole(path: Path, content: Buffer, mode: int = 0o666) -> None:
-    """Do the same as `write_text` with bytes.
+def write_whole(path: Path, parts: Iterable[Buffer], mode: int = 0o666) -> None:
+    """Do the same as `write_text` with bytes, also with more than fit into memory.
 
     Args:
         path: the file.
-        content: the content.
+        parts: the content, in parts. They may come from the file itself.
         mode: the rights of the file, before the umask.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        create(partial, content, os.O_TRUNC, mode)
+        create(partial, parts, os.O_TRUNC, mode)
         rename(partial, path)
     except OSError:
         with suppress(OSError):  # a full disk needs its space

@@ -375,7 +375,7 @@ def _make(folder: Path, number: int, mine: Owner) -> bool:
 
 def _create(path: Path, content: bytes) -> None:
     """Make a file that does not exist yet, durably."""
-    files.create(path, content, os.O_EXCL)
+    files.create(path, [content], os.O_EXCL)
     files.sync_folder(path.parent)
 
 

@@ -25,8 +25,8 @@ def options() -> Parser:
         "export",
         help="write the records of runs for TensorBoard, MLflow, W&B, or as CSV",
         description="Write the records of runs for a tracker. A further call adds what is new, "
-        "also while a job writes the run. Of a run that has resumed, steps that were computed "
-        "again replace the earlier ones.",
+        "also while a job writes the run; metrics.csv is written anew. Of a run that has resumed, "
+        "steps that were computed again replace the earlier ones.",
     )
     export.add_argument("runs", metavar="RUN", nargs="+", help="a run directory")
     export.add_argument(
@@ -90,13 +90,15 @@ def export_run(run: TrackedRun, to: str) -> None:
     """Write the records of a run that a tracker does not have yet, and print their number.
 
     Raises:
-        UserError: the folder cannot be written, a library is missing, or another process exports.
+        UserError: the folder cannot be written or is that of another run, a library is missing, or
+            another process exports.
         HpcTrainError: the tracker fails.
     """
     from hpc_train.trackers.choose import make_sink
-    from hpc_train.trackers.feed import Feed
+    from hpc_train.trackers.feed import Feed, claim_folder
 
     try:
+        claim_folder(run)
         feed = Feed(run, to, make_sink(run, to, exports=True))
         try:
             count = feed.pass_on()

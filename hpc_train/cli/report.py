@@ -72,6 +72,8 @@ def run(arguments: Sequence[str]) -> int:
             out.write_text(text)
         else:
             files.write_text(out.resolve(), text)
+    except BrokenPipeError:  # the reader has all that it wants
+        raise
     except OSError as error:
         raise UserError(
             f"{out} cannot be written ({error.strerror or error})", "give another file by --out"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,21 @@ class RecentRecords:
 
     Args:
         run: the run directory.
+
+    Attributes:
+        records: the last records.
+        newest: those of the newest start; all if it has none yet.
+        steps: the last step by the newest start, or by config.yaml; 0 if neither names one.
     """
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self.records = list(lines_of(run / "metrics.jsonl", LAST_BYTES))
-
-    @property
-    def steps(self) -> int:
-        """The last step by the newest start, or by config.yaml; 0 if neither names one."""
-        return _steps(self.run)
+        starts = [one for one in lines_of(run / "events.jsonl") if one.get("event") == "start"]
+        after = next(_whole_numbers(reversed(starts), "after"), 0)
+        newest = [one for one in self.records if _number(one.get("step")) > after]
+        self.newest = newest or self.records
+        self.steps = next(_whole_numbers(reversed(starts), "steps"), None) or _configured_steps(run)
 
     @property
     def written(self) -> float | None:
@@ -50,13 +56,29 @@ class RecentRecords:
 
     def values(self, key: str) -> list[float]:
         """The values of a key in their order; NaN for those that were infinite or NaN."""
-        found = [record[key] for record in self.records if key in record]
-        return [float(v) if isinstance(v, int | float) else math.nan for v in found]
+        return [_number(record[key]) for record in self.records if key in record]
 
     def typical(self, key: str) -> float:
-        """The median of a key's values; NaN if there is none."""
-        values = [value for value in self.values(key) if math.isfinite(value)]
-        return statistics.median(values) if values else math.nan
+        """The median of a key's values in the newest start; NaN if there is none.
+
+        The first value, whose steps warm up, is left out if there are others.
+        """
+        found = [_number(record.get(key)) for record in self.newest]
+        values = [value for value in found if math.isfinite(value)]
+        return statistics.median(values[1:] or values) if values else math.nan
+
+    def mean_seconds(self) -> float:
+        """The mean seconds of a step after the first record of the newest start; NaN if unknown.
+
+        Saves and validations are part of it. A record counts as often as it has steps.
+        """
+        steps = total = 0.0
+        for before, record in pairwise(self.newest):
+            done = _number(record.get("step")) - _number(before.get("step"))
+            seconds = done * _number(record.get("step_seconds"))
+            if done > 0 and math.isfinite(seconds):
+                steps, total = steps + done, total + seconds
+        return total / steps if steps else self.typical("step_seconds")
 
     def lines(self, state: str = "running") -> list[str]:
         """Lines that say the speed, the work that is left, and the share of waiting.
@@ -98,7 +120,7 @@ class RecentRecords:
         return f"speed: {time_text(seconds)} per step"
 
     def _left(self, state: str) -> str:
-        seconds, step, end = self.typical("step_seconds"), self.last.get("step"), self.steps
+        seconds, step, end = self.mean_seconds(), self.last.get("step"), self.steps
         if not isinstance(step, int) or not end or not seconds > 0:
             return ""
         if step >= end:
@@ -118,7 +140,17 @@ class RecentRecords:
         return f"waiting of rank 0: {', '.join(shares)}" if shares else ""
 
 
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _whole_numbers(events: Iterable[dict[str, Any]], key: str) -> Iterator[int]:
+    return (event[key] for event in events if isinstance(event.get(key), int))
+
+
 def _short(value: float) -> str:
+    if not math.isfinite(value):
+        return "not finite"
     return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
 
 
@@ -151,11 +183,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return drawn
 
 
-def _steps(run: Path) -> int:
-    starts = [event for event in lines_of(run / "events.jsonl") if event.get("event") == "start"]
-    for start in reversed(starts):
-        if isinstance(start.get("steps"), int):
-            return int(start["steps"])
+def _configured_steps(run: Path) -> int:
     with suppress(OSError, ValueError, yaml.YAMLError, TypeError, LookupError, RecursionError):
         steps = yaml.safe_load((run / "config.yaml").read_text())["run"]["steps"]
         return steps if isinstance(steps, int) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from contextlib import suppress
@@ -93,7 +94,10 @@ def _progress(run: Path, curves: int) -> list[str]:
         lines += [f"{before}{state}"] if state else []
         recent = RecentRecords(directory)
         if record := recent.last:
-            loss = f", loss {record['loss']:.6g}" if isinstance(record.get("loss"), float) else ""
+            loss = ""
+            if "loss" in record:
+                value = recent.values("loss")[-1]
+                loss = f", loss {value:.6g}" if math.isfinite(value) else ", loss not finite"
             age = time_text(round(time.time() - (recent.written or 0.0)))
             lines.append(f"{before}step {record.get('step')}{loss}, recorded {age} ago")
             lines += [f"{before}{line}" for line in recent.lines(state)]

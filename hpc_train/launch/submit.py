@@ -74,8 +74,8 @@ def submit(request: SubmitRequest) -> Submission:
         with _writing(run_dir):
             # New files: the old ones may be another group member's, and a job may be reading them.
             if config is not None:
-                files.write_whole(run_dir / COPY, config)
-            files.write_whole(Path(batch.script), os.fsencode(script), 0o777)
+                files.write_whole(run_dir / COPY, [config])
+            files.write_whole(Path(batch.script), [os.fsencode(script)], 0o777)
             write_tasks(run_dir, tasks)
         for _ in range(request.chain):
             try:

@@ -10,6 +10,8 @@ from typing import Protocol
 import rich.progress
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
+TIME_AND_BAR = 8 + 10 + 3  # characters of the time left, of a short bar, and between columns
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,8 +64,18 @@ class PlainProgress:
         """Do nothing, as nothing is open."""
 
 
+def shorter_line(line: str, room: int) -> str:
+    """A line of `describe_record` without parts in its middle, so that it fits if it can."""
+    parts = line.split("  ")
+    while len(parts) > 1 and len("  ".join(parts)) > room:
+        parts.pop(max(1, len(parts) - 2))
+    return "  ".join(parts)
+
+
 class LiveProgress:
     """Redraws a bar in place. What is printed meanwhile appears above the bar.
+
+    On a narrow terminal the text is shortened, not the counts and the time that is left.
 
     Args:
         last_step: the run's last step.
@@ -76,12 +88,14 @@ class LiveProgress:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
         )
+        self._others = 2 * len(str(last_step)) + 1 + TIME_AND_BAR
         self._task = self._bar.add_task("starting", total=last_step)
         self._bar.start()
 
     def show(self, record: Mapping[str, float]) -> None:
         """Redraw the bar with a record."""
-        self._bar.update(self._task, completed=record["step"], description=describe_record(record))
+        line = shorter_line(describe_record(record), self._bar.console.width - self._others)
+        self._bar.update(self._task, completed=record["step"], description=line)
 
     def close(self) -> None:
         """Stop redrawing. The last state stays visible."""

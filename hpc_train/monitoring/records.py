@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from hpc_train import files
 
 LARGEST_BACKLOG = 1 << 24  # bytes that are kept to be written later; then new records are dropped
+PART_BYTES = 1 << 20  # of a file, which are read at once
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +41,22 @@ class RecordsFile:
         self.path = path
         self.dropped: dict[str, Any] = {}
         if after_step is not None and path.exists():
-            kept = []
-            for line in path.read_text(errors="replace").splitlines():
-                record = _record_of(line)
-                if record and int(record["step"]) <= after_step:
-                    kept.append(line)
-                else:
-                    self.dropped = record or self.dropped
-            files.write_text(path, "".join(f"{line}\n" for line in kept))
+            self._drop_later(after_step)
         self._descriptor: int | None = self._open()
         self._rest = bytearray(b"" if _is_whole(path) else b"\n")
         self._warned = False
+
+    def _drop_later(self, after_step: int) -> None:
+        """Drop the end of the file: what follows the last record that the run keeps."""
+        kept = size = self.path.stat().st_size
+        for line in _lines_from_the_end(self.path):
+            record = _record_of(line)
+            if record and int(record["step"]) <= after_step:
+                break
+            self.dropped = self.dropped or record
+            kept -= len(line)
+        if kept < size:
+            files.write_whole(self.path, _first_bytes(self.path, kept))
 
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -106,10 +112,32 @@ def _is_odd(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _record_of(line: str) -> dict[str, Any]:
+def _first_bytes(path: Path, count: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(min(count, PART_BYTES)):
+            yield part
+            count -= len(part)
+
+
+def _lines_from_the_end(path: Path) -> Iterator[bytes]:
+    """The lines of a file with their ends, the last one first."""
+    with path.open("rb") as file:
+        begin, rest = file.seek(0, os.SEEK_END), b""
+        while begin:
+            count = min(begin, PART_BYTES)
+            begin -= count
+            file.seek(begin)
+            first, *lines = (file.read(count) + rest).splitlines(keepends=True)
+            yield from reversed(lines)
+            rest = first
+        if rest:
+            yield rest
+
+
+def _record_of(line: bytes) -> dict[str, Any]:
     """The record in a line; empty if a killed run did not finish it."""
     with suppress(ValueError, KeyError, TypeError, OverflowError):
-        record: dict[str, Any] = json.loads(line)
+        record = files.parsed_object(line) or {}
         int(record["step"])
         return record
     return {}

@@ -22,7 +22,8 @@ class Compared:
     Args:
         options: the keys in which they differ.
         results: the names of the results, the one that they are sorted by first.
-        rows: for each run its name, its options and its results.
+        rows: for each run its name, its options and its results: infinite if not finite, NaN if
+            there is none.
     """
 
     options: list[str]
@@ -62,7 +63,10 @@ def _numbers(words: Sequence[str]) -> list[float | None] | None:
 
 
 def compare(sources: Sequence[RunSource]) -> Compared | None:
-    """Compare runs; None if there is nothing to compare."""
+    """Compare runs; None if there is nothing to compare.
+
+    A run whose last loss is not finite has diverged. It comes after those that have not.
+    """
     tasks = [source for source in sources if source.task is not None]
     chosen = tasks or list(sources)
     if len(chosen) < (1 if tasks else FEWEST_RUNS):
@@ -76,15 +80,19 @@ def compare(sources: Sequence[RunSource]) -> Compared | None:
         values = [[differing[key][number] for key in keys] for number in range(len(chosen))]
     results = {
         "least validation loss": [source.least("validation_loss")[0] for source in chosen],
-        "last loss": [source.last("loss") for source in chosen],
+        "last loss": [source.last_loss for source in chosen],
         "s per step": [source.mean("step_seconds") for source in chosen],
         "last step": [source.last("step") for source in chosen],
     }
-    known = [name for name, found in results.items() if any(map(math.isfinite, found))]
+    known = [name for name, found in results.items() if not all(map(math.isnan, found))]
     rows = [
         (source.name, values[number], [results[name][number] for name in known])
         for number, source in enumerate(chosen)
     ]
-    if known:
-        rows.sort(key=lambda row: row[2][0] if math.isfinite(row[2][0]) else math.inf)
-    return Compared(keys, known, rows)
+
+    def place(number: int) -> tuple[bool, float]:
+        first = results[known[0]][number] if known else math.nan
+        diverged = math.isinf(results["last loss"][number])
+        return diverged, math.inf if math.isnan(first) else first
+
+    return Compared(keys, known, [rows[number] for number in sorted(range(len(rows)), key=place)])

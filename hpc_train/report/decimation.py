@@ -52,11 +52,6 @@ class Curve:
         with np.errstate(invalid="ignore"):
             return np.where(self.count > 0, self.total / self.count, np.nan)
 
-    def overall(self) -> float:
-        """The mean of all values; NaN if there is none."""
-        count = self.count.sum()
-        return float(self.total.sum() / count) if count else np.nan
-
 
 class Decimation:
     """Divides records into buckets of equally many records.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.errors import UserError
 from hpc_train.files import parsed_object
@@ -16,8 +18,43 @@ from hpc_train.report.decimation import BUCKETS, Decimation, Floats
 CHUNK = 1 << 22  # bytes that are read at once
 AMOUNTS = {"samples": "samples_per_second", "tokens": "tokens_per_second"}
 """Amounts of data since the first step, and the keys that they are computed from."""
+RATES = (*AMOUNTS.values(), "tflops", "mfu")  # amounts per second, whose means are over time
 NO_CURVE = ("slow_rank", "epoch")  # numbers that stand for things, or say nothing
 MOST_KEYS = 64  # that have a curve; a record of ours has half as many
+
+
+class StepMeans:
+    """Means over steps, of records that are each a mean over the steps since the one before.
+
+    A record counts as often as it has steps, and a rate by their seconds. The first record of each
+    start, whose steps warm up, is left out if there are others.
+    """
+
+    def __init__(self) -> None:
+        # For each key the weighted sum and the weights: of the records that count, and of all.
+        self._sums: dict[str, Floats] = {}
+
+    def add(self, columns: Mapping[str, Floats], done: Floats, warm: NDArray[np.bool_]) -> None:
+        """Add records.
+
+        Args:
+            columns: for each key its value in each record; NaN where there is none.
+            done: the number of steps of each record.
+            warm: whether a record is not the first one of its start.
+        """
+        seconds = columns.get("step_seconds", 1.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for key, values in columns.items():
+                weights = np.fmax(done * seconds if key in RATES else done, 0.0)
+                parts = np.stack([weights * values, weights])
+                parts[:, ~np.isfinite(parts).all(0)] = 0.0
+                sums = np.stack([parts[:, warm].sum(1), parts.sum(1)])
+                self._sums[key] = self._sums.get(key, 0.0) + sums
+
+    def mean(self, key: str) -> float:
+        """The mean of a key; NaN if there is none."""
+        found = [total / weight for total, weight in self._sums.get(key, ()) if weight > 0]
+        return float(found[0]) if found else np.nan
 
 
 class Metrics:
@@ -29,10 +66,12 @@ class Metrics:
 
     Attributes:
         decimation: what is kept of all numbers; `samples` and `tokens` are amounts since step 0.
+        means: the means over the steps.
         keys: the keys that have a curve.
         left_out: some of the keys beyond the first `MOST_KEYS`, which have none.
         damaged: number of lines that are no records.
-        not_finite: for each key the number of records in which it is null, and the first such step.
+        not_finite: for each key the number of records in which it is null, and the first and the
+            last such step.
     """
 
     def __init__(self, path: Path, buckets: int = BUCKETS) -> None:
@@ -41,23 +80,28 @@ class Metrics:
 
     def _forget(self) -> None:
         self.decimation = Decimation(self.buckets)
+        self.means = StepMeans()
         self.keys: set[str] = set()
         self.left_out: set[str] = set()
         self.damaged = 0
-        self.not_finite: dict[str, tuple[int, float]] = {}
+        self.not_finite: dict[str, tuple[int, float, float]] = {}
         self._file = (0, 0)  # device and inode of the file that was read up to `_position`
         self._position = 0
         self._step = 0.0
         self._amounts = dict.fromkeys(AMOUNTS, (0.0, np.nan))  # so far, and per step
 
-    def update(self) -> None:
+    def update(self, starts: Sequence[float] = ()) -> None:
         """Read the lines that are new since the last call. The last line may be half-written.
 
         If another file has taken the place of the one that was read, all is read again.
 
+        Args:
+            starts: the steps after which the run was resumed, in their order.
+
         Raises:
             UserError: the file cannot be read.
         """
+        self._starts = np.array([0, *starts], np.float64)
         try:
             with self.path.open("rb") as file:
                 status = file.seek(0, 2), _identity(file.fileno())
@@ -112,7 +156,11 @@ class Metrics:
             if key in self.keys:
                 values = columns[key] = _column(records, key)
                 self._find_nulls(key, records, steps, values)
-        done = np.diff(steps, prepend=self._step)  # steps since the record before
+        before = np.concatenate([[self._step], steps[:-1]])
+        start, start_before = np.searchsorted(self._starts, [steps, before])
+        done = steps - np.fmax(before, self._starts[np.fmax(start - 1, 0)])
+        self.means.add(columns, done, start == start_before)
+        done = steps - before  # of all starts
         for amount, rate in AMOUNTS.items():
             if rate in columns and "step_seconds" in columns:
                 columns[amount] = self._amount(
@@ -131,8 +179,8 @@ class Metrics:
             place for place in missing if key in records[place] and _is_null(records[place][key])
         ]
         if nulls:
-            count, first = self.not_finite.get(key, (0, float(steps[nulls[0]])))
-            self.not_finite[key] = (count + len(nulls), first)
+            count, first, _ = self.not_finite.get(key, (0, float(steps[nulls[0]]), 0.0))
+            self.not_finite[key] = (count + len(nulls), first, float(steps[nulls[-1]]))
 
     def _amount(self, amount: str, done: Floats, per_step: Floats) -> Floats:
         """The amount after each record. A record without speed has that of the one before."""

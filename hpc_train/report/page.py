@@ -24,6 +24,7 @@ from hpc_train.report.sources import RunSource, distinct_runs, moment, read_sour
 from hpc_train.times import time_text
 
 NO_VALUE = "\N{EN DASH}"  # stands where a table has no value
+NOT_FINITE = "not finite"
 MOST_CURVES = 64  # runs whose curves are drawn
 MOST_DETAILS = 12  # runs that have a section of their own
 MOST_ROWS = 200  # runs that the summary lists
@@ -133,7 +134,7 @@ def _summary(sources: Sequence[RunSource]) -> dict[str, list[str]]:
         row = {
             "state": source.state[:300],
             "last step": plain_number(source.last("step")),
-            "last loss": plain_number(source.last("loss")),
+            "last loss": plain_number(source.last_loss),
             "least validation loss": (
                 f"{plain_number(least)} at step {plain_number(step)}"
                 if math.isfinite(least)
@@ -178,6 +179,8 @@ def known_time(value: Any) -> str:
 def plain_number(value: Any, digits: int = 4) -> str:
     """A number as the tables show it; a dash if there is none."""
     value = number(value)
+    if math.isinf(value):
+        return NOT_FINITE
     if not math.isfinite(value):
         return NO_VALUE
     if value == int(value) and abs(value) < 1e7:

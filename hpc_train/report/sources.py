@@ -50,11 +50,15 @@ class RunSource:
         Raises:
             UserError: metrics.jsonl cannot be read.
         """
-        self.metrics.update()
-        self.runs = job_runs(self.path)
-        self.costs = costs_in(self.path)
         self.story = read_story(self.path)
         trained = [start for start in self.story.starts if start.after is not None]
+        resumed: list[float] = []
+        for start in trained:  # each one drops the records of later steps
+            after = start.after or 0
+            resumed = [*(step for step in resumed if step < after), after]
+        self.metrics.update(resumed)
+        self.runs = job_runs(self.path)
+        self.costs = costs_in(self.path)
         for newest in trained[-1:]:
             if self.last("step") > (newest.after or 0):  # else it is a record of an earlier start
                 reached_last(newest, self.last("step"), self.last("time"))
@@ -71,10 +75,17 @@ class RunSource:
         curve = self.metrics.decimation.curves.get(key)
         return curve.least if curve else (math.nan, math.nan)
 
+    @property
+    def last_loss(self) -> float:
+        """The last loss; infinite if it was infinite or not a number, NaN if there is none."""
+        curve = self.metrics.decimation.curves.get("loss")
+        loss, step = curve.last if curve else (math.nan, -math.inf)
+        _, _, diverged = self.metrics.not_finite.get("loss", (0, 0.0, -math.inf))
+        return math.inf if diverged > step else loss
+
     def mean(self, key: str) -> float:
-        """The mean of a key over all records; NaN if there is none."""
-        curve = self.metrics.decimation.curves.get(key)
-        return curve.overall() if curve else math.nan
+        """The mean of a key over the steps, as `StepMeans` has it; NaN if there is none."""
+        return self.metrics.means.mean(key)
 
     def most(self, key: str) -> float:
         """The greatest value of a key; NaN if there is none."""

@@ -47,6 +47,7 @@ def _what(figures: Figures, name: str, counted: int, warmup: int) -> str:
     noun = "nodes" if rows[-1].nodes > 1 else "node"
     per_node = rows[0].ranks // rows[0].nodes
     ranks = f"{plural(per_node, 'rank')} on each node"
+    steps = plural(counted, "step of each run counts", "steps of each run count")
     times = enumerated(sorted({str(row.runs) for row in rows}, key=int), "or")
     how = f"{times} time{'s' * (times != '1')}"
     batch = f"{rows[0].batch} samples per step"
@@ -57,7 +58,7 @@ def _what(figures: Figures, name: str, counted: int, warmup: int) -> str:
     )
     return (
         f"The training {name} was run on {sizes} {noun} with {ranks} ({batch}), {how} on each "
-        f"number of nodes. {counted} steps of each run count, after {warmup} to warm up."
+        f"number of nodes. {steps}, after {warmup} to warm up."
     )
 
 

@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+import numpy as np
+
 from hpc_train.scaling.fit import (
     STRONG,
     WEAK,
@@ -211,8 +213,7 @@ def _measured(point: TimePoint, runs: Sequence[MeasuredRun], any_run: MeasuredRu
     mine = [run for run in runs if run.nodes == point.nodes]
     medians = sorted(run.median for run in mine)
     if len(mine) == 1:
-        quartiles = statistics.quantiles(mine[0].seconds, n=4) if mine[0].seconds[1:] else medians
-        medians = [quartiles[0], quartiles[-1]]
+        medians = np.quantile(mine[0].seconds, [0.25, 0.75]).tolist()
     told = mine[0].told
     batch, seconds = told["batch"], point.seconds
     return ScaleRow(

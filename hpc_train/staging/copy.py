@@ -66,13 +66,18 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of the copy, and those above it, or take one that is there.
+    """Make the folder of the copy, or take one that is there.
 
     Raises:
-        UserError: it cannot be made, or another user has made it.
+        UserError: the folder that it lies in is not there, it cannot be made, or another user has
+            made it.
     """
     with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        if not folder.parent.is_dir():  # a mistake in its name could lead to a disk of the system
+            raise UserError(
+                f"{folder.parent} is not a folder on this node",
+                "give --to a folder that each node has",
+            )
         folder.mkdir(mode=0o700, exist_ok=True)
         about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():

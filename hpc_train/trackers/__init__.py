@@ -23,7 +23,8 @@ class Tracker(Protocol):
         """Begin to log.
 
         Args:
-            directory: the run directory.
+            directory: the folder to write to: the run directory, or DIR/NAME of an export with
+                `--out DIR`.
             config: the configuration, by section and key.
             after: the last step whose records have been logged for good. What an earlier object may
                 have logged of later steps does not count any more: their records come again.

@@ -33,7 +33,7 @@ class _OwnTracker(MarkFile):
 
     def begin(self, after: int) -> int:
         config: Mapping[str, Any] = self.run.config
-        self.tracker = self.made(self.run.path, config, after)
+        self.tracker = self.made(self.run.folder, config, after)
         return after
 
     def log(self, record: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,6 +58,27 @@ class MarkFile:
     def write_mark(self, mark: dict[str, Any]) -> None:
         """Write the mark."""
         files.write_text(self.path, json.dumps(mark) + "\n")
+
+
+def claim_folder(run: TrackedRun) -> None:
+    """Keep the folder of an export for one run, also over later calls.
+
+    Raises:
+        UserError: it has the export of another run.
+        OSError: it cannot be read or written.
+    """
+    own = os.fsencode(run.path.resolve())
+    if own == os.fsencode(run.folder.resolve()):
+        return  # what lies in the run directory is of this run
+    path = run.folder / ".trackers" / "run"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        files.write_whole(path, [own])
+    if (known := path.read_bytes()) != own:
+        raise UserError(
+            f"{run.folder} has the export of another run, {os.fsdecode(known)}",
+            f"give another --out, or remove {path} if it is the same run, which was moved",
+        )
 
 
 class Feed:

@@ -73,9 +73,13 @@ class TrackedRun:
         return found
 
     def starts(self) -> list[dict[str, Any]]:
-        """The events "start" of the run, in the order of time."""
+        """The events "start" of the run that say when and after which step, in their order."""
         starts = (event for event in self._events() if event.get("event") == "start")
-        return [start for start in starts if isinstance(start.get("time"), int | float)]
+        return [
+            start
+            for start in starts
+            if isinstance(start.get("time"), int | float) and isinstance(start.get("after"), int)
+        ]
 
     def state(self) -> str:
         """How the newest job of the run has ended; "running" if it has not."""

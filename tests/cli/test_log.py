@@ -37,6 +37,14 @@ def export(made: MadeRun, *words: str, path="", **environ: str):
     return run(*hpc_train("log", "export", str(made.path), *words), environ=environ)
 
 
+OWN = """
+class Lines:
+    def __init__(self, directory, config, after): self.file = (directory / "lines").open("a")
+    def log(self, record): self.file.write(str(record["step"]))
+    def close(self): self.file.close()
+"""
+
+
 @pytest.fixture
 def made(tmp_path):
     return MadeRun(tmp_path / "run")
@@ -81,6 +89,35 @@ def test_several_runs_go_to_one_folder(made, tmp_path):
     for name in ("run", "other"):
         assert list((tmp_path / "out" / name / "tensorboard").glob("events.out.tfevents.*"))
     assert not (made.path / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("tracker", ["csv", "tensorboard"])
+def test_another_run_of_the_same_name_does_not_replace_an_export(made, tmp_path, tracker):
+    (tmp_path / "b").mkdir()
+    other, out = MadeRun(tmp_path / "b/run"), tmp_path / "out"
+    made.job(0, 2)
+    other.job(0, 3)
+    for _ in range(2):
+        done = export(made, "--to", tracker, "--out", str(out))
+        assert done.returncode == 0, done.stderr
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    done = export(other, "--to", tracker, "--out", str(out))
+    assert done.returncode == 2
+    line = only_line(done.stderr)
+    assert f"{out}/run has the export of another run, {made.path}: give another --out, or" in line
+    assert {path: path.read_bytes() for path in before} == before
+    (out / "run/.trackers/run").unlink()
+    assert export(other, "--to", tracker, "--out", str(out)).returncode == 0
+
+
+def test_a_class_of_the_user_writes_to_the_folder_of_the_export(made, tmp_path):
+    made.job(0, 2)
+    (tmp_path / "mine.py").write_text(OWN)
+    path = ":".join([str(tmp_path), *sys.path])
+    done = export(made, "--to", "mine:Lines", "--out", str(tmp_path / "out"), path=path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/run/lines").read_text() == "12"
+    assert not (made.path / "lines").exists()
 
 
 def test_runs_without_records_are_left_out_and_told(made, tmp_path):

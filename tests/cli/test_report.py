@@ -63,3 +63,11 @@ def test_a_link_stays_one_and_a_pipe_gets_the_page(runs):
     done = report(runs, "a", "--out", "/dev/stderr")
     assert done.returncode == 0
     assert done.stderr.startswith("<!doctype html>")
+
+
+def test_a_reader_that_has_enough_ends_the_verb_without_a_word(runs):
+    records = [record(step) for step in range(1, 1000)]  # a page that no pipe holds
+    write_lines(runs / "a/metrics.jsonl", records)
+    words = " ".join(hpc_train("report", str(runs / "a"), "--out", "/dev/stdout"))
+    done = run("bash", "-c", f"{words} | head -c 9; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode, done.stdout, done.stderr) == (141, "<!doctype", "")

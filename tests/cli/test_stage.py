@@ -33,6 +33,7 @@ def environment(tmp_path: Path) -> Path:
 def test_programs_of_the_copy_need_the_original_no_more(tmp_path, environment):
     data, to = tmp_path / "text", tmp_path / "local"
     data.mkdir()
+    to.mkdir()
     (data / "shard").write_text("tokens")
     options = ["--environment", str(environment), "--data", str(data), "--to", str(to)]
     done = run(*hpc_train("stage", *options))
@@ -54,7 +55,8 @@ def test_programs_of_the_copy_need_the_original_no_more(tmp_path, environment):
 def test_a_jobs_ranks_run_the_copy_which_is_removed_at_its_end(tmp_path, environment):
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "all.pth").write_text("\n".join(path for path in sys.path if path))
-    (tmp_path / "text").mkdir()
+    for name in ("text", "disk"):
+        (tmp_path / name).mkdir()
     shows = f"import os; {WHERE}; print(os.listdir(os.environ['HPC_TRAIN_STAGED'] + '/data'))"
     words = ["submit", "--run.dir", "run", "--scheduler", "local", "--ranks_per_node", "1"]
     words += ["--stage", "--stage_data", "text", "--stage_to", "$DISK"]
@@ -84,7 +86,7 @@ def test_this_environment_is_the_default(tmp_path, environment):
     """It has no packages, but their folder is in its search path."""
     python = str(environment / "bin/python")
     environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    words = ["-m", "hpc_train", "stage", "--to", str(tmp_path / "local")]
+    words = ["-m", "hpc_train", "stage", "--to", str(tmp_path)]
     done = run(python, *words, environ=environ)
     assert f"{environment} -> " in done.stdout, done.stderr
     none = run(python, *words, "--environment", "none", environ=environ)

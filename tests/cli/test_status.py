@@ -46,6 +46,9 @@ def test_the_status_of_a_run(desk):
         assert lines[:2] == ["runs/my", "    job 1 RUNNING 3:07 node[1-2]"]
         assert lines[2].startswith("    step 2, loss 3.25, recorded ")
         assert lines[3:] == ["    newest checkpoint: step-000000002.safetensors"]
+    (run / "metrics.jsonl").write_text('{"step": 2, "loss": 3.25}\n{"step": 3, "loss": null}\n')
+    told = desk.run("status", "runs/my").stdout
+    assert "    step 3, loss not finite, recorded " in told
     (run / "checkpoints/LATEST").write_bytes(b"\xff\0")
     last = desk.run("status", "runs/my").stdout.splitlines()[-1]
     assert last == "    runs/my/checkpoints/LATEST names no checkpoint that is there"

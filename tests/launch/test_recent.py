@@ -26,16 +26,30 @@ def record(step, **values):
 
 def test_speed_work_left_and_waiting(tmp_path):
     (tmp_path / "config.yaml").write_text(STEPS)
-    # A step with a checkpoint is no typical one.
-    found = recent(tmp_path, [record(8), record(9, step_seconds=90.0), record(10)])
+    # The first step is slower than all others. A step with a checkpoint is no typical one.
+    seconds = {1: 300.0, 10: 2.0, 19: 2.0, 20: 22.0}
+    found = recent(tmp_path, [record(step, step_seconds=one) for step, one in seconds.items()])
     assert found.lines() == [
         "speed: 2 s per step, 10,000 tokens/s",
-        "left: 990 of 1000 steps, about 33 min",
+        "left: 980 of 1000 steps, about 49 min 52 s",
         "waiting of rank 0: 25% for other ranks, 1% for data",
     ]
-    assert found.lines("stopped")[1] == "left: 990 of 1000 steps"
-    assert found.lines("finished")[1] == "ended after 10 of 1000 steps"
+    assert found.lines("stopped")[1] == "left: 980 of 1000 steps"
+    assert found.lines("finished")[1] == "ended after 20 of 1000 steps"
     assert recent(tmp_path, [record(1000)]).lines()[1] == "all of its 1000 steps are done"
+
+
+def test_the_records_of_an_earlier_start_count_until_there_is_one_of_the_newest(tmp_path):
+    (tmp_path / "config.yaml").write_text(STEPS)
+    events = [{"event": "start", "after": 0}, {"event": "start", "after": 50}]
+    (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, events)))
+    records = [record(step, step_seconds=8.0) for step in range(1, 51)]
+    assert recent(tmp_path, records).lines()[0].startswith("speed: 8 s per step")
+    records += [record(51, step_seconds=30.0)]
+    assert recent(tmp_path, records).lines()[0].startswith("speed: 30 s per step")
+    lines = recent(tmp_path, [*records, record(100)]).lines()
+    assert lines[0].startswith("speed: 2 s per step")
+    assert lines[1] == "left: 900 of 1000 steps, about 30 min"
 
 
 def test_records_without_measurements_say_nothing(tmp_path):

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from hpc_train.monitoring.console import describe_record
+from hpc_train.monitoring.console import describe_record, shorter_line
 from tests.programs import ENVIRON
 
 
@@ -32,6 +32,20 @@ def on_a_terminal(command):
 def test_a_line_says_what_the_record_has():
     record = {"step": 7, "loss": 1.25, "lr": 0.001, "samples_per_second": 12.34}
     assert describe_record(record) == "step 7  loss 1.2500  lr 1.00e-03  12.3 samples/s"
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        (48, "step 7  loss 1.2500  lr 1.00e-03  12.3 samples/s"),
+        (47, "step 7  loss 1.2500  12.3 samples/s"),
+        (22, "step 7  12.3 samples/s"),
+        (20, "step 7"),
+        (3, "step 7"),
+    ],
+)
+def test_a_narrow_line_keeps_the_step_and_the_speed_as_long_as_it_can(room, line):
+    assert shorter_line("step 7  loss 1.2500  lr 1.00e-03  12.3 samples/s", room) == line
 
 
 def test_a_terminal_gets_one_line_that_is_redrawn(program):

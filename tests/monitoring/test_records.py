@@ -9,6 +9,7 @@ import time
 import pytest
 
 from hpc_train import files
+from hpc_train.monitoring import records
 from hpc_train.monitoring.meter import Meter
 from hpc_train.monitoring.records import RecordsFile
 from hpc_train.mpi.watch import Watch
@@ -26,6 +27,31 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path):
     again = RecordsFile(path, after_step=4)
     again.close()
     assert again.dropped == {}
+
+
+@pytest.mark.parametrize("after", [0, 1, 100, 299, 400])
+def test_what_a_resume_drops_is_found_from_the_end_in_parts_of_any_size(
+    tmp_path, monkeypatch, after
+):
+    monkeypatch.setattr(records, "PART_BYTES", 64)
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "of": "x" * (step % 90)}) for step in range(1, 301)]
+    path.write_text("".join(f"{line}\n" for line in [*lines, "[" * 100_000]))
+    before = path.read_bytes()
+
+    def fail(name, function, *arguments):
+        if name == "rename":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return function(*arguments)
+
+    with monkeypatch.context() as failing, pytest.raises(OSError, match="Input/output"):
+        failing.setattr(files, "call", fail)
+        records.RecordsFile(path, after_step=after)
+    assert [path.read_bytes(), *tmp_path.iterdir()] == [before, path]
+    found = records.RecordsFile(path, after_step=after)
+    assert path.read_text().splitlines() == lines[:after]
+    assert found.dropped.get("step") == (300 if after < 300 else None)
+    found.close()
 
 
 def test_a_line_that_a_kill_cut_off_spoils_none_after_it(tmp_path):

@@ -82,7 +82,7 @@ def test_nulls_of_nan_are_counted_and_missing_keys_are_not(tmp_path):
         ],
     )
     found = read(path)
-    assert found.not_finite == {"loss": (2, 2.0)}
+    assert found.not_finite == {"loss": (2, 2.0, 3.0)}
     assert found.decimation.curves["loss"].count[:5].tolist() == [1, 0, 0, 0, 0]
 
 
@@ -94,6 +94,27 @@ def test_amounts_follow_steps_that_are_not_logged_and_a_changed_batch(tmp_path):
     curves = read(path).decimation.curves
     assert curves["samples"].low[:4].tolist() == [20, 100, 180, 220]  # 20 a step, then 40
     assert curves["tokens"].low[:3].tolist() == [200, 1000, 1800]
+
+
+def test_a_mean_is_over_steps_and_leaves_out_the_first_record_of_each_start(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+
+    def timed(step, seconds):
+        return record(step, step_seconds=seconds, data_seconds=seconds / 2, mfu=1 / seconds)
+
+    found = Metrics(path)
+    write_lines(path, [timed(1, 64.0)])
+    found.update()
+    assert found.means.mean("step_seconds") == 64, "there is no other"
+    assert np.isnan(found.means.mean("energy"))
+    records = [timed(1, 64.0), timed(100, 1.0), timed(101, 4.0), timed(160, 64.0), timed(200, 2.0)]
+    write_lines(path, records)
+    found = Metrics(path)
+    found.update([0, 150])
+    seconds = 99 * 1 + 1 * 4 + 40 * 2
+    assert found.means.mean("step_seconds") == pytest.approx(seconds / 140)
+    assert found.means.mean("data_seconds") == pytest.approx(seconds / 140 / 2)
+    assert found.means.mean("mfu") == pytest.approx(140 / seconds), "work of all over time of all"
 
 
 def test_curves_do_not_depend_on_the_size_of_what_is_read_at_once(tmp_path, monkeypatch):

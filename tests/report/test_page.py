@@ -196,6 +196,28 @@ def test_numbers_that_are_not_finite_or_huge_leave_gaps(tmp_path):
     assert "loss was infinite or not a number in 1 record, first at step 2" in page.text
 
 
+def test_a_run_that_has_diverged_is_the_last_of_a_comparison(tmp_path):
+    for name, loss, validation in (("a", 3.0, 3.5), ("b", None, 1.5), ("c", 2.0, 2.5)):
+        records = [record(1, loss=1.0, validation_loss=validation), record(2, loss=loss)]
+        write_lines(tmp_path / name / "metrics.jsonl", records)
+    runs = [tmp_path / name for name in "abc"]
+    page = Page(report_of(runs))
+    assert page.data["parallel"]["names"] == ["c", "a", "b"]
+    assert " b 1.5 not finite " in page.text
+    for run in runs[:2]:
+        assert ("last loss not finite" in Page(report_of([run])).text) == (run.name == "b")
+    write_lines(tmp_path / "b/metrics.jsonl", [record(1, loss=None)])
+    assert "last loss not finite" in Page(report_of([runs[1]])).text
+
+
+def test_the_speed_of_a_page_is_that_of_all_steps_after_the_first_of_each_start(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), start(9, 60), start(10, 50)])
+    seconds = {1: 30.0, 50: 1.0, 51: 20.0, 100: 2.0}
+    records = [record(step, step_seconds=taken) for step, taken in seconds.items()]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    assert "mean time per step 1.5 s " in Page(report_of([tmp_path])).text
+
+
 def test_several_runs_share_plots_and_show_their_differences(run, tmp_path):
     other = tmp_path / "other"
     write_lines(other / "metrics.jsonl", [record(step, loss=9.0) for step in range(1, 10)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -100,8 +101,16 @@ def test_one_number_of_nodes_has_no_model():
     assert figures.worthwhile is None
     text = paragraph(figures, "gpt", 4, 1, None)
     assert "took 0.5 s on 2 nodes" in text
+    assert "3 steps of each run count, after 1 to" in text
+    assert "1 step of each run counts, after 3 to" in paragraph(figures, "gpt", 4, 3, None)
     assert "speed-up" not in text
     assert page(figures, "gpt", text, "1.0").count("<svg") == 1
+
+
+def test_the_quartiles_of_a_single_run_lie_within_what_was_measured():
+    run = replace(measured(1, 1.0), seconds=(1.0, 2.0))
+    (row,) = figures_of([run], weak=False, **LIMITS).measured
+    assert (row.low, row.high) == (1.25, 1.75)
 
 
 def test_runs_that_scatter_make_an_error_and_those_that_do_not_borrow_half_of_it():

@@ -106,19 +106,23 @@ def test_room_is_counted_in_blocks_and_files(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_somebody_else_has_made_is_refused(tmp_path, monkeypatch):
-    make_folder(tmp_path / "new/mine")
-    assert (tmp_path / "new/mine").stat().st_mode & 0o777 == 0o700
-    make_folder(tmp_path / "new/mine")
-    (tmp_path / "link").symlink_to(tmp_path / "new/mine")
+    make_folder(tmp_path / "mine")
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
+    make_folder(tmp_path / "mine")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
     with pytest.raises(UserError, match="not a folder of yours"):
         make_folder(tmp_path / "link")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(UserError, match="not a folder of yours"):
-        make_folder(tmp_path / "new/mine")
+        make_folder(tmp_path / "mine")
 
 
 def test_a_folder_that_cannot_be_made_says_why(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file.*: (Not a directory|File exists): give another"):
-        make_folder(tmp_path / "file/mine")
+    for name in ("file", "new"):
+        with pytest.raises(UserError, match=f"{name} is not a folder on this node: give --to"):
+            make_folder(tmp_path / name / "mine")
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+    with pytest.raises(UserError, match="fdinfo/mine.*: .*: give another"):
+        make_folder(Path("/proc/self/fdinfo/mine"))
     assert not remove_copy(tmp_path / "file2/mine")

@@ -31,9 +31,16 @@ def source(group, together) -> Path:
     return folder
 
 
+def on_disk(source: Path, name: str) -> Path:
+    """The folder of the copies on a disk."""
+    disk = source.parent / name
+    disk.mkdir(exist_ok=True)
+    return disk / "copies"
+
+
 def of_rank(group, source: Path) -> tuple[Levels, Path]:
     """Each rank as a node of its own, with a folder of its own."""
-    return Levels.flat(group), source.parent / f"node {group.rank}" / "copies"
+    return Levels.flat(group), on_disk(source, f"node {group.rank}")
 
 
 def listed(group, source: Path):
@@ -107,7 +114,7 @@ def test_files_that_change_after_they_were_listed_are_named(group, source, what)
 
 @pytest.mark.ranks(2, 3, 4)
 def test_a_folder_that_nodes_share_is_refused_and_left_as_it_was(group, source):
-    folder = source.parent / "shared" / "copies"
+    folder = on_disk(source, "shared")
     with pytest.raises(UserError, match=r"rank 1 .*shared is the same folder as on .*give --to"):
         bring(Levels.flat(group), listed(group, source), folder)
     group.barrier()
@@ -131,7 +138,7 @@ def test_a_disk_that_removes_no_file_is_named_on_all_nodes(group, source, monkey
 def test_one_rank_of_a_node_works(group, source):
     """Two nodes with two ranks each."""
     node, cross = group.split(group.rank // 2, 0), group.split(group.rank % 2, 0)
-    folder = source.parent / f"node {group.rank // 2}" / "copies"
+    folder = on_disk(source, f"node {group.rank // 2}")
     levels = Levels.join(group, node, cross)
     assert bring(levels, listed(group, source), folder)
     assert seen(folder / "data/x") == seen(source)

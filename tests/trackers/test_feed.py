@@ -66,6 +66,18 @@ def test_each_record_arrives_once_however_often_the_run_resumes(tmp_path_factory
         assert sink.records == losses(run.path)
 
 
+def test_a_start_that_does_not_say_after_which_step_changes_nothing(tmp_path):
+    run, sink = MadeRun(tmp_path / "run"), Memory()
+    run.job(0, 4)
+    export(run, sink)
+    with (run.path / "events.jsonl").open("a") as file:
+        file.write('{"event": "start", "time": 5000.0}\n')
+    assert export(run, sink) == 0
+    run.job(2, 6)
+    assert export(run, sink) == 4
+    assert sink.records == losses(run.path)
+
+
 def test_what_a_killed_export_has_logged_is_not_doubled(tmp_path):
     run, sink = MadeRun(tmp_path / "run"), Memory()
     run.job(0, 4)
