@@ -323,7 +323,7 @@ class Content:
         with agreed(self.group):
             state.check_model(entries, forms, path)
             self._check_identity(saved["identity"], path)
-            state.check_slots([*entries, *values], names)
+            state.check_slots(entries, values, names)
             state.make_optimizer_state(trained, entries, values)
         held = of_model | state.optimizer_tensors(trained) | self.more.expect(entries)
         contiguous = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -9,11 +11,11 @@ from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.buffers import _changed_by
-from hpc_train.checkpoint.fileformat import format_dtypes
+from hpc_train.checkpoint.fileformat import Entry, format_dtypes
 from hpc_train.checkpoint.inspection import differences
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.policy import SavePolicy
-from hpc_train.checkpoint.state import TrainingState
+from hpc_train.checkpoint.state import TrainingState, check_slots
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.training.loop import Loop
@@ -306,6 +308,15 @@ def test_what_an_optimizer_cannot_save_is_told_after_its_first_step(
     with pytest.raises(UserError, match=message):
         checkpoints.save(1)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_older_files_may_have_slots_of_parameters_without_elements_only(rows):
+    entries = {
+        name: Entry(name, "F32", (rows, 3), 0, 12 * rows) for name in ("model.a", "optim.a.exp_avg")
+    }
+    with pytest.raises(CheckpointMismatch, match="not have a") if rows else nullcontext():
+        check_slots(entries, ["optim.a.step"], {})
 
 
 def test_a_save_refuses_parameters_added_later_that_are_not_the_models(tmp_path):
