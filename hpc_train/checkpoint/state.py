@@ -259,6 +259,25 @@ def optimizer_values(trained: TrainingState) -> dict[str, Any]:
     return values
 
 
+def model_values(trained: TrainingState) -> dict[str, str]:
+    """What the tensors of a model do not tell themselves, by name in `model_tensors`.
+
+    That is `COMPLEX` for a tensor that is saved as pairs. For each further name of a tensor it is
+    the first name.
+    """
+    values, firsts = {}, dict[int, str]()
+    for name, tensor in trained.model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue
+        shard = trained.shards.get(name)
+        first = firsts.setdefault(id(tensor), shard.name if shard else name)
+        if first != name:
+            values[MODEL + name] = MODEL + first
+        elif tensor.dtype == torch.complex128:
+            values[MODEL + name] = COMPLEX
+    return values
+
+
 def trained_names(trained: TrainingState) -> dict[str, bool]:
     """The names of the parameters that this rank's optimizer has, each with True."""
     return {shard.name: True for shard in trained.parameters().values()}

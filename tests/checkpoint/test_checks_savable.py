@@ -7,10 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.buffers import _changed_by
+from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.fileformat import Entry, format_dtypes
 from hpc_train.checkpoint.inspection import differences
 from hpc_train.checkpoint.parts import as_bytes
@@ -126,6 +128,36 @@ def test_complex_parameters_go_on_bit_for_bit(tmp_path, dtype):
     assert store(tmp_path, other, other_optimizer).resume() == 3
     expected = go_on(model, optimizer, 4, 6)
     assert all(map(torch.equal, go_on(other, other_optimizer, 4, 6), expected))
+
+
+class Tied(Complex):
+    """With a further name for the weight, and a number before it that is not of 16 bytes."""
+
+    def __init__(self):
+        super().__init__(COMPLEX)
+        self.alone = nn.Parameter(torch.randn((), dtype=torch.float64))
+        self.again = self.weight
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_an_exported_state_dict_is_what_the_model_takes(tmp_path, dtype):
+    model = Tied()
+    path = store(tmp_path, model, torch.optim.SGD(model.parameters())).save(1)
+    for name in ("all.pt", "all.safetensors"):
+        export_model(path, tmp_path / name, dtype=dtype)
+    export_model(path, tmp_path / "some.pt", exclude=["again"])
+    whole = torch.load(tmp_path / "all.pt", weights_only=True)
+    other = Tied()
+    other.load_state_dict(whole)
+    assert other.again is other.weight
+    assert torch.equal(other.weight, model.weight)
+    assert whole["again"].data_ptr() == whole["weight"].data_ptr()
+    assert whole["alone"].dtype == (dtype or torch.float64)
+    some = torch.load(tmp_path / "some.pt", weights_only=True)
+    assert some.keys() == whole.keys() - {"again"}
+    pairs = load_file(tmp_path / "all.safetensors")
+    assert pairs.keys() == some.keys()
+    assert torch.equal(torch.view_as_complex(pairs["weight"].clone()), model.weight)
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
