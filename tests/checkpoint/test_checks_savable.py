@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -82,6 +83,35 @@ def test_differences_are_told_for_all_types(tmp_path):
     found = {one.name for one in differences(*paths)}
     mine, theirs = bits_of(model), bits_of(other)
     assert found == {f"model.{name}" for name in mine if mine[name] != theirs[name]}
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "dtype", "told"),
+    [
+        ([NAN, 1, 2], [NAN, 1, 4], torch.float32, "1 of 3 elements, by 2 at most (.* 2)"),
+        (
+            [INF, 1],
+            [1, 2],
+            torch.float16,
+            "2 of 2 .*by 1 at .* 1); 1 of them not finite in one of the two",
+        ),
+        ([NAN], [0], torch.float64, "1 of 1 elements; 1 of them not finite in one of the two"),
+        ([0.0], [-0.0], torch.float32, "1 of 1 elements, by 0 at most (the largest is 0)"),
+        ([2**60], [2**60 + 1], torch.int64, "1 of 1 elements, by 1 at most .*"),
+        ([-(2**63)], [2**63 - 1], torch.int64, "1 of 1 elements, by 1.84e.19 at most .*"),
+        ([True], [False], torch.bool, "1 of 1 elements, by 1 at most .*"),
+    ],
+)
+def test_a_difference_counts_bytes_and_measures_what_is_finite(tmp_path, one, other, dtype, told):
+    paths = []
+    for values in (one, other):
+        model, optimizer = with_buffer(torch.tensor(values, dtype=dtype))
+        paths.append(store(tmp_path / str(len(paths)), model, optimizer).save(1))
+    (found,) = differences(*paths)
+    assert re.fullmatch(told.replace("(", r"\(").replace(")", r"\)"), found.what), found.what
 
 
 class Complex(nn.Module):
