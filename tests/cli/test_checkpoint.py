@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpc_train.checkpoint import catalogue, inspection
+from hpc_train.checkpoint.catalogue import listed
 from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.restore import Tensors
+from hpc_train.cli.checkpoint import verify_checkpoints
 from hpc_train.errors import CheckpointError
 from hpc_train.training.generate import load_gpt
 from tests.conftest import small_program
@@ -63,6 +66,32 @@ def test_verify_all_goes_on_behind_a_file_of_somebody_else(trained, tmp_path):
     found = checkpoint("verify", tmp_path / "run", "--all", code=1)
     assert "it has tensors alone, and is no checkpoint of hpc_train" in found
     assert found.count("sound") == 3
+
+
+def test_checkpoints_that_training_removes_meanwhile_are_left_out(
+    trained, tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(trained.root / "run" / "checkpoints", folder)
+    monkeypatch.setattr(catalogue, "read_header", removing(catalogue.read_header, "10."))
+    assert [one.path.name[5:14] for one in listed(tmp_path / "run")] == ["000000012", "000000005"]
+    monkeypatch.setattr(inspection, "damaged", removing(inspection.damaged, "05."))
+    assert verify_checkpoints(str(tmp_path / "run"), every=True) == 0
+    assert re.findall(r"0(\d\d)\.safetensors: (sound|removed)", capsys.readouterr().out) == [
+        ("12", "sound"),
+        ("05", "removed"),
+    ]
+
+
+def removing(read, name):
+    """A function that reads a file, with retention that removes it before."""
+
+    def reads(path):
+        if name in path.name:
+            path.unlink()
+        return read(path)
+
+    return reads
 
 
 def test_diff_of_a_checkpoint_and_itself_is_nothing(trained):
