@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import weakref
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hpc_train.checkpoint import catalogue, inspection
 from hpc_train.checkpoint.catalogue import listed
-from hpc_train.checkpoint.export import export_model
+from hpc_train.checkpoint.export import export_model, write_tensors
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.cli.checkpoint import verify_checkpoints
 from hpc_train.errors import CheckpointError
@@ -153,6 +154,19 @@ def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError):
         export_model(trained.checkpoint("run", 12), tmp_path / "model.pt")
     assert not list(tmp_path.iterdir())
+
+
+def test_two_exports_to_one_file_at_once_do_not_mix(tmp_path, monkeypatch):
+    target, forms = tmp_path / "it.pt", {"a": (torch.float32, (2,))}
+
+    def first():
+        monkeypatch.setattr(os, "getpid", lambda: 1)  # another process
+        write_tensors(forms, iter([("a", torch.ones(2))]), target)
+        yield "a", torch.zeros(2)
+
+    write_tensors(forms, first(), target)
+    assert torch.equal(torch.load(target, weights_only=True)["a"], torch.zeros(2))
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_export_as_gpt2_gives_the_same_logits_elsewhere(trained, tmp_path):
