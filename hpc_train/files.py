@@ -124,11 +124,13 @@ def reserve(descriptor: int, begin: int, nbytes: int) -> None:
     # to every block of the range, which takes hours over a network.
 
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(descriptor, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)):
+    while libc.fallocate(descriptor, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)):
         number = ctypes.get_errno()
-        if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS):
+            os.ftruncate(descriptor, begin + nbytes)
+            return
+        if number != errno.EINTR:  # a signal came: try again
             raise OSError(number, os.strerror(number))
-        os.ftruncate(descriptor, begin + nbytes)
 
 
 def is_there(path: Path) -> bool:

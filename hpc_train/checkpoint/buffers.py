@@ -1,4 +1,4 @@
-"""The buffers of a model, which all replicas get from rank 0."""
+"""The buffers of a model, which all replicas get from rank 0. Each rank keeps its sparse ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPARED = 1 << 20  # elements of each buffer
 
 
 class Buffers:
-    """Gives all replicas the same buffers.
+    """Gives all replicas the same buffers, but for sparse ones.
 
     Args:
         model: this rank's part of the model.
@@ -39,13 +39,15 @@ class Buffers:
         }
 
     def unify(self) -> None:
-        """Give all replicas rank 0's buffers. Collective.
+        """Give all replicas rank 0's buffers, but for sparse ones. Collective.
 
         Rank 0 warns once of a buffer that differed and is no running statistic of torch's layers.
         """
         compared = self.alike.group.size > 1 and not self._warned
         found = ""
         for name, buffer in self.model.named_buffers():
+            if buffer.layout is not torch.strided:
+                continue
             if not compared or found or name in self._statistics:
                 self.alike.broadcast_(buffer)
             elif _changed_by(self.alike.broadcast_, buffer):

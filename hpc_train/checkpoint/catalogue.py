@@ -171,10 +171,11 @@ def listed(run: Path) -> list[Listed]:
     found = checkpoints_in(run)
     if not found:
         raise CheckpointMismatch(f"{run} has no checkpoints", "give a run directory")
-    return [_listed(path) for path in found]
+    # Training removes old ones meanwhile.
+    return [one for path in found if (one := _listed(path)) is not None]
 
 
-def _listed(path: Path) -> Listed:
+def _listed(path: Path) -> Listed | None:
     damage = ""
     saved: dict[str, Any] = {}
     try:
@@ -182,7 +183,10 @@ def _listed(path: Path) -> Listed:
         saved = _unverified_state(path, layout)
     except (CheckpointError, CheckpointMismatch) as error:
         damage = error.cause.removeprefix(f"checkpoint {path}: ")
-    status = path.stat()
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
     written = datetime.fromtimestamp(status.st_mtime)
     finite, score = saved.get("finite", True) is True, saved.get("score")
     loss = score if isinstance(score, float) else None

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,6 +76,8 @@ NOWHERE = ProcessPlace()
 class Owner:
     """The owner of a directory: rank 0 of a job.
 
+    The defaults stand for what the claim of another version does not tell.
+
     Args:
         token: a random one for this claim alone.
         place: of the job.
@@ -84,21 +86,21 @@ class Owner:
         machine: the host's /etc/machine-id; "" if it has none.
         boot: identifies the host's last boot.
         space: the name space of process numbers.
-        process: rank 0's process number.
+        process: rank 0's process number; 0 if nobody can tell whether the process has ended.
         begin: when this process began, in ticks since the boot.
         timeout: seconds without a heartbeat after which others may take the directory; 0: never.
     """
 
-    token: str
-    place: ProcessPlace
-    user: int
-    host: str
-    machine: str
-    boot: str
-    space: str
-    process: int
-    begin: int | None
-    timeout: float
+    token: str = ""
+    place: ProcessPlace = NOWHERE
+    user: int = -1
+    host: str = "an unknown host"
+    machine: str = ""
+    boot: str = ""
+    space: str = ""
+    process: int = 0
+    begin: int | None = None
+    timeout: float = 1800.0
 
     @classmethod
     def here(cls, place: ProcessPlace, timeout: float) -> Owner:
@@ -118,14 +120,25 @@ class Owner:
 
     @classmethod
     def of(cls, content: bytes) -> Owner | None:
-        """The owner that a claim's file names; None if the file is not written yet, or no claim."""
-        with suppress(ValueError, TypeError, KeyError):
-            values = json.loads(content)
-            return cls(**{**values, "place": ProcessPlace(*values["place"])})
-        return None
+        """The owner that a claim's file names; None if the file is not written yet.
+
+        Another version may have written it: what is unknown is ignored, and what is missing has its
+        default.
+        """
+        values = files.parsed_object(content)
+        if values is None:
+            return None
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        if len(known) < len(fields(cls)):
+            known["process"] = 0
+        place = known.get("place")
+        parts = place[: len(NOWHERE)] if isinstance(place, list) else ()
+        return cls(**{**known, "place": ProcessPlace(*parts)})
 
     def has_ended(self, seen_by: Owner) -> bool | None:
         """Whether its process is gone; None if the process `seen_by` cannot tell."""
+        if not self.process:
+            return None
         if self.boot == seen_by.boot and self.space == seen_by.space:
             begin = begun_ticks(self.process)
             if begin is None and self.user != seen_by.user:
@@ -136,7 +149,7 @@ class Owner:
 
     def __str__(self) -> str:
         scheduler, _, number = self.place.job.split(":") if self.place.job else ("", "", "")
-        process = f"process {self.process} on {self.host}"
+        process = f"{f'process {self.process}' if self.process else 'a process'} on {self.host}"
         return f"{scheduler.upper()} job {number} ({process})" if number else process
 
 
@@ -345,7 +358,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _read(folder: Path, number: int) -> Owner | None:
-    """The owner that a claim names; None if the file is not written yet, or is no claim."""
+    """The owner that a claim names; None if the file is not written yet."""
     with files.opened(_file(folder, number)) as descriptor:
         return Owner.of(files.read_at(descriptor, 4096, 0))
 

@@ -53,8 +53,8 @@ class Holdings:
     def __init__(self, trained: TrainingState) -> None:
         self.trained = trained
         self.parts = Parts({})
-        self.values: dict[str, Any] = {}
-        """The values in the optimizer's state that are not tensors."""
+        self.values: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+        """What is saved of model and optimizer besides tensors, by key of the state."""
         self.trained_names: list[str] = []
         """The names of the parameters that require gradients."""
         self.pieces: set[str] = set()
@@ -88,7 +88,10 @@ class Holdings:
             trained = self.trained
             of_model = state.model_tensors(trained.model, trained.shards, trained.streamed)
             self._held = of_model | state.optimizer_tensors(trained)
-            self.values = state.optimizer_values(self.trained)
+            self.values = {
+                "model": state.model_values(self.trained),
+                "optimizer": state.optimizer_values(self.trained),
+            }
             self._odd = {n for n, part in self._held.items() if not part.tensor.is_contiguous()}
             self._buffers = state.buffer_names(self.trained)
             self.trained_names = state.names_with_gradients(self.trained)
@@ -178,7 +181,7 @@ class Content:
         self.identity, self.about, self.where = identity, about, where
         self.plans = Plans(group, self.replica)
         self._holdings = Holdings(trained)
-        self._values: dict[str, Any] = {}  # of all optimizers of a replica
+        self._values: dict[str, Any] = {}  # of all ranks of a replica: see `Holdings.values`
         self._compared: dict[str, int] = {}  # bytes of the tensors that all replicas hold, by name
         self._batches: list[Batch] = []  # the tensors whose numbers this rank checks
         self.check()
@@ -225,7 +228,8 @@ class Content:
             changed = self._holdings.look(more, copy_buffers=copy_buffers)
         if self.group.largest(int(changed)):
             self.plans.forget()
-            self._values = self.replica.united(self._holdings.values)
+            values = self._holdings.values
+            self._values = {key: self.replica.united(values[key]) for key in values}
             self._compared = self._whole_in_replicas()
             names, pieces = self._holdings.trained_names, self._holdings.pieces
             shared = [name for name in names if name not in pieces]
@@ -279,9 +283,11 @@ class Content:
             "step": step,
             "identity": self.identity,
             "about": self.about,
-            "optimizer": self._values,
+            "optimizer": self._values["optimizer"],
             **also,
         }
+        if of_model := self._values["model"]:
+            tree["model"] = of_model
         if more := self.more.values():
             tree["more"] = more
         if self._extra:
@@ -323,7 +329,7 @@ class Content:
         with agreed(self.group):
             state.check_model(entries, forms, path)
             self._check_identity(saved["identity"], path)
-            state.check_slots([*entries, *values], names)
+            state.check_slots(entries, values, names)
             state.make_optimizer_state(trained, entries, values)
         held = of_model | state.optimizer_tensors(trained) | self.more.expect(entries)
         contiguous = {

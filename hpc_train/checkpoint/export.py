@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TypeAlias
 
@@ -32,7 +34,9 @@ def export_model(
     """Write the model's tensors alone, with the names that the module gives them.
 
     Adapters (`hpc_train.models.lora`) are merged into the weights. One tensor at a time is in
-    memory. For .pt the folder needs room for the tensors twice.
+    memory. For .pt the folder needs room for the tensors twice. It has a tensor with several names
+    under each of them, in one memory. In .safetensors such a tensor has its first name only, and
+    numbers of complex128 are pairs of float64.
 
     Args:
         path: a checkpoint.
@@ -45,7 +49,7 @@ def export_model(
             other name, and the function that makes their tensor of ours.
 
     Returns:
-        Type and shape of each tensor that was written, by name.
+        Type and shape of each tensor that was written, by name, as .safetensors has it.
 
     Raises:
         ConfigError: the target has another suffix, exists, or cannot be written. Or the patterns
@@ -63,25 +67,37 @@ def export_model(
         raise ConfigError(
             f"no tensor of {path} is left to export", f"its first ones are {', '.join(names[:3])}"
         )
+    kinds = {name: None if name in saved.pairs else dtype for name in chosen}
     sources: dict[str, tuple[str, _Change]] = {}
     forms: dict[str, TensorForm] = {}
     for name in chosen:
         new, change = (name, _same) if convert is None else convert(name)
         entry = saved.entries[name]
         empty = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
-        empty = change(_as(empty, dtype))
+        empty = change(_as(empty, kinds[name]))
         forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (name, change)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for new, (name, change) in sources.items():  # in the file's order, to read it once
-            yield new, change(_as(saved[name], dtype))
+            yield new, change(_as(saved[name], kinds[name]))
 
-    write_tensors(forms, tensors(), target)
+    further = {n: first for n, first in saved.further.items() if selected(n, include, exclude)}
+    write_tensors(forms, tensors(), target, functools.partial(_complete, saved.pairs, further))
     return forms
 
 
+def _complete(pairs: Set[str], further: Mapping[str, str], tensors: dict[str, Tensor]) -> None:
+    """Give a state dict its complex numbers, and the further names of its tensors."""
+    for name in pairs & tensors.keys():
+        tensors[name] = torch.view_as_complex(tensors[name].clone())  # which is aligned
+    tensors.update({n: tensors[first] for n, first in further.items() if first in tensors})
+
+
 def write_tensors(
-    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], target: Path
+    forms: Mapping[str, TensorForm],
+    tensors: Iterator[tuple[str, Tensor]],
+    target: Path,
+    complete: Callable[[dict[str, Tensor]], None] = lambda written: None,
 ) -> None:
     """Write tensors to a file that is complete or does not exist. One at a time is in memory.
 
@@ -89,18 +105,21 @@ def write_tensors(
         forms: type and shape of each tensor, by name.
         tensors: the tensors with their names.
         target: the file to make: .safetensors or .pt.
+        complete: brings the state dict of a .pt to its last form.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    partial = target.with_name(f".{target.name}.partial")
-    pickled = target.with_name(f".{target.name}.pickled")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    pickled = partial.with_suffix(".pickled")
     try:
         _write_safetensors(forms, tensors, partial)
         if target.suffix == ".pt":
             from safetensors.torch import load_file
 
-            torch.save(load_file(partial), pickled)  # load_file maps the file: it is not in memory
+            written = load_file(partial)  # it maps the file: the tensors are not in memory
+            complete(written)
+            torch.save(written, pickled)
             pickled.replace(partial)
         files.sync(partial)
         files.rename(partial, target)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpc_train.checkpoint.fileformat import Entry, names_between
+from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.restore import CheckpointReader, Tensors
 from hpc_train.errors import CheckpointError, CheckpointUnreadable
 
@@ -85,17 +87,33 @@ def _form(entry: Entry) -> str:
 
 
 def _apart(first: Tensor, second: Tensor) -> str:
-    if torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)):
+    """How two tensors of one type and shape differ: "" if they have the same bytes."""
+    rows = [as_bytes(one).view(first.numel(), first.element_size()) for one in (first, second)]
+    unlike = (rows[0] != rows[1]).any(1)
+    count = int(unlike.sum())
+    if not count:
         return ""
-    wide = torch.complex128 if first.is_complex() else torch.float64
-    one, other = first.to(wide), second.to(wide)
-    unequal = int((one != other).sum())
-    worst = float((one - other).abs().max())
-    scale = float(one.abs().max())
-    return (
-        f"{unequal} of {first.numel()} elements, by {worst:.3g} at most "
-        f"(the largest is {scale:.3g})"
-    )
+    wide = first.dtype if first.is_complex() else torch.float64
+    one, other = (tensor.reshape(-1).to(wide) for tensor in (first, second))
+    finite = unlike & one.isfinite() & other.isfinite()
+    text = f"{count} of {first.numel()} elements"
+    if finite.any():
+        if first.is_floating_point() or first.is_complex():
+            worst = float((one - other)[finite].abs().max())
+        else:
+            worst = _integers_apart(first, second)
+        scale = float(one[one.isfinite()].abs().max())
+        text += f", by {worst:.3g} at most (the largest is {scale:.3g})"
+    odd = count - int(finite.sum())
+    return text + (f"; {odd} of them not finite in one of the two" if odd else "")
+
+
+def _integers_apart(first: Tensor, second: Tensor) -> int:
+    """The largest difference, without rounding: wrapped round as unsigned, it always fits."""
+    one, other = (tensor.numpy() for tensor in (first, second))
+    unsigned = f"u{one.itemsize}"
+    high, low = np.maximum(one, other), np.minimum(one, other)
+    return int((high.view(unsigned) - low.view(unsigned)).max())
 
 
 def _flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:

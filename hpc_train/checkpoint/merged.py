@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpc_train.checkpoint.fileformat import Entry
 from hpc_train.checkpoint.restore import Tensors
-from hpc_train.checkpoint.state import MODEL
+from hpc_train.checkpoint.state import COMPLEX, MODEL
 from hpc_train.models.initial import LORA_A, LORA_B
 from hpc_train.models.lora import LoraAdapters
 
@@ -23,6 +23,8 @@ class MergedTensors:
 
     Attributes:
         about: the checkpoint's `about`.
+        pairs: the names of tensors of complex128, which are pairs of float64 here.
+        further: further names of tensors, each with the first name.
         adapters: the adapters that are merged, if the model has any.
         entries: the tensors but for those of adapters, by name, in the file's order.
 
@@ -32,7 +34,11 @@ class MergedTensors:
 
     def __init__(self, path: Path) -> None:
         self.saved = Tensors(path)
-        self.about: Mapping[str, Any] = self.saved.state().get("about", {})
+        state = self.saved.state()
+        self.about: Mapping[str, Any] = state.get("about", {})
+        told = {n.removeprefix(MODEL): value for n, value in state.get("model", {}).items()}
+        self.pairs = {name for name, value in told.items() if value == COMPLEX}
+        self.further = {n: v.removeprefix(MODEL) for n, v in told.items() if v != COMPLEX}
         self.adapters = LoraAdapters.of(self.about)
         layers = self.adapters.layers if self.adapters else ()
         self.adapted = {f"{layer}.weight" for layer in layers}

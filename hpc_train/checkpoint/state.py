@@ -210,11 +210,16 @@ def _optimizer_state(
     """The slots of the optimizer's state: name, slice of the parameter, parameter and value.
 
     The tensors in a list are slots of their own, with the names LIST[0] and so on. The list itself
-    comes after them, with None in their places.
+    comes after them, with None in their places. A parameter without elements has no slots, because
+    with `memory.zero` no rank's optimizer has it.
     """
     optimizer, known = trained.optimizer, trained.parameters()
     for parameter, shard in known.items():
-        for slot, value in optimizer.state.get(parameter, {}).items():
+        slots = optimizer.state.get(parameter, {})
+        # LBFGS keeps all its state, with lists in it, with its first parameter.
+        if 0 in shard.spec.shape and not any(isinstance(value, list) for value in slots.values()):
+            continue
+        for slot, value in slots.items():
             name = f"{OPTIMIZER}{shard.name}.{slot}"
             if isinstance(value, list) and any(isinstance(one, Tensor) for one in value):
                 for number, one in enumerate(value):
@@ -251,6 +256,25 @@ def optimizer_values(trained: TrainingState) -> dict[str, Any]:
             values[name] = value
         elif value.dtype == torch.complex128:
             values[name] = COMPLEX
+    return values
+
+
+def model_values(trained: TrainingState) -> dict[str, str]:
+    """What the tensors of a model do not tell themselves, by name in `model_tensors`.
+
+    That is `COMPLEX` for a tensor that is saved as pairs. For each further name of a tensor it is
+    the first name.
+    """
+    values, firsts = {}, dict[int, str]()
+    for name, tensor in trained.model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue
+        shard = trained.shards.get(name)
+        first = firsts.setdefault(id(tensor), shard.name if shard else name)
+        if first != name:
+            values[MODEL + name] = MODEL + first
+        elif tensor.dtype == torch.complex128:
+            values[MODEL + name] = COMPLEX
     return values
 
 
@@ -320,18 +344,23 @@ def parameter_of(name: str) -> str:
     return name.removeprefix(OPTIMIZER).rpartition(".")[0]
 
 
-def check_slots(names: Iterable[str], trained: Container[str]) -> None:
+def check_slots(
+    entries: Mapping[str, Entry], values: Iterable[str], trained: Container[str]
+) -> None:
     """Check that every optimizer slot in a checkpoint belongs to a parameter that is trained.
 
     Args:
-        names: in the checkpoint.
+        entries: the checkpoint's tensors, by name.
+        values: the names of the checkpoint's values of the optimizer that are not tensors.
         trained: the names of the parameters of all ranks' optimizers.
 
     Raises:
         CheckpointMismatch: the checkpoint has slots of a parameter that no optimizer has.
     """
-    for name, parameter, _ in optimizer_slots(names):
-        if parameter not in trained:
+    # Older files have slots of parameters without elements, which not all optimizers have.
+    empty = {name for name, entry in entries.items() if 0 in entry.shape}
+    for name, parameter, _ in optimizer_slots([*entries, *values]):
+        if parameter not in trained and MODEL + parameter not in empty:
             raise CheckpointMismatch(
                 f"the checkpoint has {name}, but this run's optimizer does not have {parameter}",
                 "train that parameter, too, as when the checkpoint was made (requires_grad; a loop "

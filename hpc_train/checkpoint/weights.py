@@ -185,8 +185,7 @@ def _open(path: Path) -> _Source:
         if (path / ONE_FILE).is_file():
             paths = [path / ONE_FILE]
         elif (path / INDEX).is_file():
-            names = _tree(path / INDEX).get("weight_map", {}).values()
-            paths = [path / name for name in sorted(set(names))]
+            paths = [path / name for name in _names_in(path / INDEX)]
         elif checkpoints_in(path):
             return _checkpoint(newest(path))
         else:
@@ -208,6 +207,15 @@ def about_of(path: Path) -> Mapping[str, Any]:
         HpcTrainError: as `start_from`.
     """
     return _open(path).about
+
+
+def _names_in(index: Path) -> list[str]:
+    """The names of the files that an index has."""
+    homes = _tree(index).get("weight_map")
+    names: list[Any] = list(homes.values()) if isinstance(homes, dict) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise DataError(f"weight_map in {index} does not name files", "get it again")
+    return sorted(set(names))
 
 
 def _tree(path: Path) -> dict[str, Any]:

@@ -131,6 +131,7 @@ def verify_checkpoints(source: str, *, every: bool) -> int:
 
 
 def _verify(path: Path, *, foreign: bool = False) -> int:
+    """Verify one file. With `foreign` it may be another program's, or be removed meanwhile."""
     from hpc_train.checkpoint import inspection
 
     damage = 0
@@ -142,6 +143,9 @@ def _verify(path: Path, *, foreign: bool = False) -> int:
     except (CheckpointError, CheckpointMismatch) as error:
         if isinstance(error, CheckpointMismatch) and not foreign:
             raise  # the user named a file that is no checkpoint of ours
+        if foreign and not path.exists():
+            print(f"{path}: removed meanwhile, as newer checkpoints are kept")
+            return 0
         damage = EXIT_FAILURE
         print(error)
     if not damage:

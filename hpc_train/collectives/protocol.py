@@ -38,7 +38,7 @@ class Collectives(Protocol):
         """Replace a tensor by its sum over the ranks."""
 
     def max_(self, tensor: Tensor) -> None:
-        """Replace a tensor by its elementwise maximum over the ranks."""
+        """Replace a tensor by its elementwise maximum over the ranks; no element is NaN."""
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root` of the group; any dtype."""

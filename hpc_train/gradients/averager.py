@@ -187,7 +187,8 @@ def average_gradients(
     same(group, "the optimizer (its parameters)", repr(stepped), "build the same")
     collectives = connect(group)
     parameters = [*model.parameters(), *parameters_of(optimizer)] if options.values is None else []
-    tensors = [*parameters, *model.buffers()]
+    # MPI cannot send sparse buffers: each rank keeps its own.
+    tensors = [*parameters, *(b for b in model.buffers() if b.layout is torch.strided)]
     with agreed(group):
         _check_writable(model, optimizer)
         _check_only_steps_write(model, alone=group.size == 1 or options.average_every > 1)

@@ -167,6 +167,14 @@ class Watchdog:
         """Seconds that other ranks have to answer; they are the last part of the limit."""
         return min(30.0, min(self.timeout, self.watch.limit) / 2)
 
+    @property
+    def patience(self) -> float:
+        """Seconds that this rank waits before it asks.
+
+        Ranks 0, 1, 2-3, 4-7 and so on ask one period after each other, none later than the limit.
+        """
+        return self.limit - self.grace + min(self.rank.bit_length() * self.period, self.grace)
+
     def start(self) -> None:
         """Start the thread."""
         logger.setLevel(logging.DEBUG)  # for the rank's log file; consoles start at INFO
@@ -223,9 +231,11 @@ class Watchdog:
     def _look(self) -> None:
         """Ask the other ranks, or end the job, if it is time for that."""
         operation, waited = self._state()
-        # Ranks 0, 1, 2-3, 4-7 and so on ask one period after each other.
-        patience = self.limit - self.grace + self.rank.bit_length() * self.period
-        if not (self.armed and operation) or waited < patience or self._clock < self._silent_until:
+        if (
+            not (self.armed and operation)
+            or waited < self.patience
+            or self._clock < self._silent_until
+        ):
             return
         if self._asked is None:
             self._ask()

@@ -89,7 +89,9 @@ def apply(
     everyone = connect(grid.world)
     later = recipes_of(model)  # those parameters get their values when the layout is known
     filled = [p for name, p in model.named_parameters() if name not in later]
-    for tensor in [*filled, *model.buffers()]:
+    # MPI cannot send sparse buffers: each rank keeps its own.
+    dense = [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
+    for tensor in [*filled, *dense]:
         everyone.broadcast_(tensor.data)
     whole = _Whole.of(model)
     tensor_group = connect(grid.tensor, device, overlap=overlap, purpose="tensor-parallel")

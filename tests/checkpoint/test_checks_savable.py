@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
+
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.buffers import _changed_by
-from hpc_train.checkpoint.fileformat import format_dtypes
+from hpc_train.checkpoint.export import export_model
+from hpc_train.checkpoint.fileformat import Entry, format_dtypes
 from hpc_train.checkpoint.inspection import differences
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.policy import SavePolicy
-from hpc_train.checkpoint.state import TrainingState
+from hpc_train.checkpoint.state import TrainingState, check_slots
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.training.loop import Loop
@@ -80,6 +85,35 @@ def test_differences_are_told_for_all_types(tmp_path):
     assert found == {f"model.{name}" for name in mine if mine[name] != theirs[name]}
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "dtype", "told"),
+    [
+        ([NAN, 1, 2], [NAN, 1, 4], torch.float32, "1 of 3 elements, by 2 at most (.* 2)"),
+        (
+            [INF, 1],
+            [1, 2],
+            torch.float16,
+            "2 of 2 .*by 1 at .* 1); 1 of them not finite in one of the two",
+        ),
+        ([NAN], [0], torch.float64, "1 of 1 elements; 1 of them not finite in one of the two"),
+        ([0.0], [-0.0], torch.float32, "1 of 1 elements, by 0 at most (the largest is 0)"),
+        ([2**60], [2**60 + 1], torch.int64, "1 of 1 elements, by 1 at most .*"),
+        ([-(2**63)], [2**63 - 1], torch.int64, "1 of 1 elements, by 1.84e.19 at most .*"),
+        ([True], [False], torch.bool, "1 of 1 elements, by 1 at most .*"),
+    ],
+)
+def test_a_difference_counts_bytes_and_measures_what_is_finite(tmp_path, one, other, dtype, told):
+    paths = []
+    for values in (one, other):
+        model, optimizer = with_buffer(torch.tensor(values, dtype=dtype))
+        paths.append(store(tmp_path / str(len(paths)), model, optimizer).save(1))
+    (found,) = differences(*paths)
+    assert re.fullmatch(told.replace("(", r"\(").replace(")", r"\)"), found.what), found.what
+
+
 class Complex(nn.Module):
     def __init__(self, dtype):
         super().__init__()
@@ -124,6 +158,36 @@ def test_complex_parameters_go_on_bit_for_bit(tmp_path, dtype):
     assert store(tmp_path, other, other_optimizer).resume() == 3
     expected = go_on(model, optimizer, 4, 6)
     assert all(map(torch.equal, go_on(other, other_optimizer, 4, 6), expected))
+
+
+class Tied(Complex):
+    """With a further name for the weight, and a number before it that is not of 16 bytes."""
+
+    def __init__(self):
+        super().__init__(COMPLEX)
+        self.alone = nn.Parameter(torch.randn((), dtype=torch.float64))
+        self.again = self.weight
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_an_exported_state_dict_is_what_the_model_takes(tmp_path, dtype):
+    model = Tied()
+    path = store(tmp_path, model, torch.optim.SGD(model.parameters())).save(1)
+    for name in ("all.pt", "all.safetensors"):
+        export_model(path, tmp_path / name, dtype=dtype)
+    export_model(path, tmp_path / "some.pt", exclude=["again"])
+    whole = torch.load(tmp_path / "all.pt", weights_only=True)
+    other = Tied()
+    other.load_state_dict(whole)
+    assert other.again is other.weight
+    assert torch.equal(other.weight, model.weight)
+    assert whole["again"].data_ptr() == whole["weight"].data_ptr()
+    assert whole["alone"].dtype == (dtype or torch.float64)
+    some = torch.load(tmp_path / "some.pt", weights_only=True)
+    assert some.keys() == whole.keys() - {"again"}
+    pairs = load_file(tmp_path / "all.safetensors")
+    assert pairs.keys() == some.keys()
+    assert torch.equal(torch.view_as_complex(pairs["weight"].clone()), model.weight)
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
@@ -306,6 +370,15 @@ def test_what_an_optimizer_cannot_save_is_told_after_its_first_step(
     with pytest.raises(UserError, match=message):
         checkpoints.save(1)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_older_files_may_have_slots_of_parameters_without_elements_only(rows):
+    entries = {
+        name: Entry(name, "F32", (rows, 3), 0, 12 * rows) for name in ("model.a", "optim.a.exp_avg")
+    }
+    with pytest.raises(CheckpointMismatch, match="not have a") if rows else nullcontext():
+        check_slots(entries, ["optim.a.step"], {})
 
 
 def test_a_save_refuses_parameters_added_later_that_are_not_the_models(tmp_path):

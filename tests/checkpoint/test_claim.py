@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
 import threading
+import time
 from collections import deque
 from dataclasses import replace
 
@@ -162,6 +165,28 @@ def test_a_claim_whose_maker_died_before_it_had_written_it_blocks_for_moments(tm
     folder.mkdir()
     (folder / "000004").touch()
     assert take_claim(tmp_path, living()).number == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda told: told | {"new": 1},
+        lambda told: told | {"place": [*told["place"], "new"]},
+        lambda told: {key: told[key] for key in told.keys() - {"begin", "place"}},
+        lambda told: {"owner": told},
+    ],
+    ids=["more", "longer", "less", "other"],
+)
+def test_a_claim_of_another_version_is_respected_while_it_has_a_heartbeat(tmp_path, change):
+    take_claim(tmp_path, living()).release()
+    (tmp_path / ".claim" / "000001.free").unlink()
+    claim = tmp_path / ".claim" / "000001"
+    claim.write_text(json.dumps(change(json.loads(claim.read_text()))))
+    os.utime(claim, (time.time() - 60,) * 2)
+    with pytest.raises(ClaimError, match="in use by .*process"):
+        take_claim(tmp_path, living())
+    os.utime(claim, (time.time() - 2000,) * 2)
+    take_claim(tmp_path, living()).release()
 
 
 @pytest.mark.parametrize("stale", ["list", "read"])

@@ -193,7 +193,12 @@ def test_what_is_no_weights_is_refused(tmp_path):
     (folder / "model-1.safetensors").unlink()
     with pytest.raises(DataError, match=r"model-1.safetensors is no sound"):
         start(folder, gpt())
-    (folder / "model.safetensors.index.json").write_text("[")
+    index = folder / "model.safetensors.index.json"
+    for text in ("{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'):
+        index.write_text(text)
+        with pytest.raises(DataError, match=r"weight_map in .*index.json does not name files"):
+            start(folder, gpt())
+    index.write_text("[")
     with pytest.raises(DataError, match="index.json is no JSON object"):
         start(folder, gpt())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import weakref
@@ -10,8 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpc_train.checkpoint.export import export_model
+from hpc_train.checkpoint import catalogue, inspection
+from hpc_train.checkpoint.catalogue import listed
+from hpc_train.checkpoint.export import export_model, write_tensors
 from hpc_train.checkpoint.restore import Tensors
+from hpc_train.cli.checkpoint import verify_checkpoints
 from hpc_train.errors import CheckpointError
 from hpc_train.training.generate import load_gpt
 from tests.conftest import small_program
@@ -65,6 +69,32 @@ def test_verify_all_goes_on_behind_a_file_of_somebody_else(trained, tmp_path):
     assert found.count("sound") == 3
 
 
+def test_checkpoints_that_training_removes_meanwhile_are_left_out(
+    trained, tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(trained.root / "run" / "checkpoints", folder)
+    monkeypatch.setattr(catalogue, "read_header", removing(catalogue.read_header, "10."))
+    assert [one.path.name[5:14] for one in listed(tmp_path / "run")] == ["000000012", "000000005"]
+    monkeypatch.setattr(inspection, "damaged", removing(inspection.damaged, "05."))
+    assert verify_checkpoints(str(tmp_path / "run"), every=True) == 0
+    assert re.findall(r"0(\d\d)\.safetensors: (sound|removed)", capsys.readouterr().out) == [
+        ("12", "sound"),
+        ("05", "removed"),
+    ]
+
+
+def removing(read, name):
+    """A function that reads a file, with retention that removes it before."""
+
+    def reads(path):
+        if name in path.name:
+            path.unlink()
+        return read(path)
+
+    return reads
+
+
 def test_diff_of_a_checkpoint_and_itself_is_nothing(trained):
     path = trained.checkpoint("run", 5)
     assert checkpoint("diff", path, path) == ""
@@ -93,9 +123,10 @@ def test_export_gives_the_models_tensors(trained, tmp_path, suffix):
     got = torch.load(target, weights_only=True) if is_pt else load_file(target)
     saved = load_file(trained.checkpoint("run", 12))
     names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
-    assert got.keys() == {name for name in names if "norm" not in name}
+    tied = {"head.output.weight": "embedding.token.weight"} if is_pt else {}
+    assert got.keys() == {name for name in names if "norm" not in name} | tied.keys()
     for name, tensor in got.items():
-        assert torch.equal(tensor, saved[f"model.{name}"].float()), name
+        assert torch.equal(tensor, saved[f"model.{tied.get(name, name)}"].float()), name
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
@@ -123,6 +154,19 @@ def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError):
         export_model(trained.checkpoint("run", 12), tmp_path / "model.pt")
     assert not list(tmp_path.iterdir())
+
+
+def test_two_exports_to_one_file_at_once_do_not_mix(tmp_path, monkeypatch):
+    target, forms = tmp_path / "it.pt", {"a": (torch.float32, (2,))}
+
+    def first():
+        monkeypatch.setattr(os, "getpid", lambda: 1)  # another process
+        write_tensors(forms, iter([("a", torch.ones(2))]), target)
+        yield "a", torch.zeros(2)
+
+    write_tensors(forms, first(), target)
+    assert torch.equal(torch.load(target, weights_only=True)["a"], torch.zeros(2))
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_export_as_gpt2_gives_the_same_logits_elsewhere(trained, tmp_path):

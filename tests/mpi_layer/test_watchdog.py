@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.mpi.watch import Watch
-from hpc_train.mpi.watchdog import State, blame, named, watch_over
+from hpc_train.mpi.watchdog import State, Watchdog, blame, named, watch_over
 
 SUM = State("a sum over 4 ranks", 30.2)
 BUSY = State("", 31.0)
@@ -84,6 +84,18 @@ def test_a_watch_is_clear_after_an_error():
             raise ZeroDivisionError
     except ZeroDivisionError:
         assert watch.now[0] == ""
+
+
+@pytest.mark.parametrize("timeout", [6.0, 60.0, 1800.0])
+def test_no_rank_waits_longer_than_the_limit_before_it_asks(timeout):
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog.timeout, watchdog.watch, watchdog.period = timeout, Watch(), min(1.0, timeout / 12)
+    waits = []
+    for watchdog.rank in (0, 1, 7, 100, 100_000):
+        waits.append(watchdog.patience)
+    assert waits == sorted(waits)
+    assert waits[0] < waits[1] < waits[2]
+    assert waits[-1] <= watchdog.limit
 
 
 def watchdogs():

@@ -17,7 +17,7 @@ from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.cases import cases
-from tests.training.test_trainer import STEPS, check_equal, config, make, records
+from tests.training.test_trainer import STEPS, check_equal, config, make, records, text
 
 ZERO = ["--memory.zero", "1"]
 STAGES = ["1", "2"]
@@ -47,20 +47,32 @@ def test_each_rank_has_its_part_of_the_optimizers_state(job, together):
     assert max(everyone) < 1.2 * trained / job.world.size + 50
 
 
+def with_nothing(settings, started):
+    """As `make`, with a parameter without elements."""
+    torch.manual_seed(started.world.rank)
+    model = GPT(vocab=13, sequence=8, layers=1, hidden=8, heads=2, dropout=0.2)
+    model.nothing = torch.nn.Parameter(torch.zeros(0, 3))
+    task = TrainingTask(model, text(60, 1), lambda gpt, x: gpt(*x) + gpt.nothing.sum())
+    return Trainer(settings, task, started)
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("stage", STAGES)
 def test_checkpoints_do_not_tell_how_memory_was_shared(job, together, stage):
-    make(config(together / "plain"), job).train()
-    make(config(together / "zero", "--memory.zero", stage), job).train()
+    plain = ["--memory.zero", "0", "--data.validation_every", "0"]
+    zero = [*plain, "--memory.zero", stage]
+    with_nothing(config(together / "plain", *plain), job).train()
+    with_nothing(config(together / "zero", *zero), job).train()
+    with_nothing(config(together / "plain", *zero, "--run.steps", f"{STEPS + 1}"), job).train()
     if job.world.rank == 0:
-        plain, zero = (
+        one, other = (
             safetensors.torch.load_file(last_checkpoint(together / name))
             for name in ("plain", "zero")
         )
-        assert plain.keys() == zero.keys()
-        for name in plain:
+        assert one.keys() == other.keys()
+        for name in one:
             if name.startswith(("model.", "optim.")):
-                assert torch.allclose(plain[name], zero[name], rtol=1e-10, atol=1e-12), name
+                assert torch.allclose(one[name], other[name], rtol=1e-10, atol=1e-12), name
 
 
 LAYOUTS = [

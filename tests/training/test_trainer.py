@@ -439,11 +439,15 @@ def test_keep_best_needs_a_validation_before_each_checkpoint(tmp_path, options, 
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_buffer_made_by_expand_is_sent_saved_and_restored(group, together):
+def test_a_buffer_made_by_expand_is_sent_saved_and_restored_and_a_sparse_one_is_not(
+    group, together
+):
     def end(steps: int) -> torch.nn.Module:
         model = torch.nn.Linear(4, 1)
         mask = torch.full((1, 4), float(steps + group.rank))  # the first run's, of rank 0
         model.register_buffer("mask", mask.expand(8, 4))
+        own = (torch.eye(3) * group.rank).to_sparse()
+        model.register_buffer("own", own, persistent=False)
         task = TrainingTask(
             model, TensorDataset(torch.ones(8, 4)), lambda m, batch: m(batch[0] * m.mask[0]).mean()
         )
@@ -454,4 +458,6 @@ def test_a_buffer_made_by_expand_is_sent_saved_and_restored(group, together):
         return trainer.model
 
     end(2)
-    assert torch.equal(end(4).mask, torch.full((8, 4), 2.0))
+    model = end(4)
+    assert torch.equal(model.mask, torch.full((8, 4), 2.0))
+    assert torch.equal(model.own.to_dense(), torch.eye(3) * group.rank)
