@@ -3,8 +3,8 @@
     mpirun -np 2 python -m benchmarks.gpu_own_loop
 
 The model has tied, frozen, unused, empty and scalar parameters. The last line of rank 0 is JSON:
-for each way to average, the largest difference to a loop in one process on a processor, and whether
-MPI reads GPU memory.
+for each way to average, the largest difference to a loop in one process on a processor; whether MPI
+reads GPU memory; and how much memory of a GPU the host's optimizer takes at most.
 """
 
 from __future__ import annotations
@@ -89,6 +89,19 @@ def trained(
     return model.cpu()
 
 
+def most_memory(device: torch.device, group: Group) -> float:
+    """Bytes that the host's optimizer takes on a GPU at most, per byte of the parameters."""
+    if device.type == "cpu":
+        return 1.0
+    gpu: Any = getattr(torch, device.type)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gpu.reset_peak_memory_stats()
+    options = AveragingOptions(engine="mpi", zero=1, staged=True, bucket_bytes=8 << 20)
+    average_gradients(model, optimizer, group, options).close()
+    return float(gpu.max_memory_allocated() / sum(p.nbytes for p in model.parameters()))
+
+
 def reference() -> nn.Module:
     """Trained in one process on a processor."""
     torch.manual_seed(0)
@@ -119,9 +132,10 @@ def main() -> None:
         pairs = zip(mine, expected, strict=True)
         off = max(float((a - b).detach().abs().max()) for a, b in pairs if a.numel())
         found[name] = max(world.gathered(off if off == off else 1e9, "differences of parameters"))
+    memory = most_memory(device, world)
     if world.rank == 0:
-        reads = {"MPI reads GPU memory": float(reads_gpu_memory())}
-        print(json.dumps({"differences": found, **reads}))
+        more = {"MPI reads GPU memory": float(reads_gpu_memory()), "most memory": memory}
+        print(json.dumps({"differences": found, **more}))
     runtime.close()
 
 

@@ -96,8 +96,8 @@ class SharedParameters:
                 trained = slab.parameter.requires_grad
                 self.slabs[Parameter(slab.of(flat), requires_grad=trained)] = slab
         self.levels.node.barrier()  # all is written before anybody reads the parameters
-        for bucket, flat in zip(self.buckets, self._in_use(), strict=True):
-            for parameter, view in bucket.views(flat).items():
+        for index, bucket in enumerate(self.buckets):
+            for parameter, view in bucket.views(self._in_use(index)).items():
                 parameter.data = view
         self._places = {p: p.data_ptr() for p in self.home}
 
@@ -125,9 +125,9 @@ class SharedParameters:
             if piece.requires_grad
         }
 
-    def _in_use(self) -> list[Tensor]:
-        """The buckets of the parameters that the model computes with."""
-        return self._flats
+    def _in_use(self, index: int) -> Tensor:
+        """The buffer of a bucket of the parameters that the model computes with."""
+        return self._flats[index]
 
     def views(self) -> dict[Parameter, Tensor]:
         """The parameters in the memory that the node shares."""
