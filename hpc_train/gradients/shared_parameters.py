@@ -10,7 +10,7 @@ for its own parameters, as in Megatron's distributed optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -156,8 +156,8 @@ class SharedParameters:
 
         Nobody may read a parameter elsewhere, unless `wait` was called.
         """
-        for module in model.modules():
-            needed = {self.home[p] for p in module.parameters(recurse=False) if p in self.home}
+        for module, used in users_of_parameters(model):
+            needed = {self.home[p] for p in used if p in self.home}
             if needed:
                 hook = partial(self._before_module, sorted(needed))
                 self._hooks.append(module.register_forward_pre_hook(hook))
@@ -215,3 +215,30 @@ class SharedParameters:
         """Free the memory, in which no parameter is, or none any more. Collective."""
         if self.memory is not None:
             self.memory.close()
+
+
+def users_of_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, list[Parameter]]]:
+    """The modules that use parameters, and which ones; a compiled module uses those inside of it.
+
+    torch.compile would cut its graph at the hooks of modules inside of a compiled one. The compiled
+    module's own hooks lie outside of the graph.
+    """
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # outer modules come first
+        if module in inside:
+            continue
+        if compiled := _is_compiled(module):
+            inside.update(module.modules())
+        if used := list(module.parameters(recurse=compiled)):
+            yield module, used
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has made the module's `forward`.
+
+    A gate or a recomputation has it as `original`.
+    """
+    forward: Any = module.forward
+    while inner := getattr(forward, "original", None):
+        forward = inner
+    return hasattr(forward, "_torchdynamo_orig_callable")

@@ -219,3 +219,42 @@ def test_parameters_of_a_checkpoint_are_not_overwritten_by_copies_under_way(job,
     averager.parameters.lane.finish()
     assert all((parameter == 3).all() for parameter in model.parameters())
     averager.close()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.slow("torch.compile loads")
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_compiled_blocks_have_one_graph_each(job, monkeypatch, zero):
+    """Hooks for their parameters, which come while the forward pass goes on, lie outside of it."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(staged_parameters, "CopyLane", LateLane)
+    levels = levels_of(job.world, NODES)
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(3))).double()
+        for block in model if compiled else ():
+            block.forward = torch.compile(block.forward, backend="eager")
+        more = {"gates": gates_of(model)} if zero == 3 else {"staged": True}
+        averager = set_up(levels, model, zero=zero, scope="all", only_modules_read=True, **more)
+        counters.clear()
+        for _ in range(3):
+            step(model, job.world.rank, averager.optimizer)
+        averager.settle()
+        found.append([p.detach().clone() for p in model.parameters()] if zero < 3 else [])
+        averager.close()
+    levels.close()
+    assert all(map(torch.allclose, *found))
+    assert counters["stats"]["unique_graphs"] <= 2  # the input of the first one has no gradient
+    assert not counters["graph_break"]
