@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpc_train.gradients import staging
 from hpc_train.gradients.slots import Slot
@@ -145,6 +146,19 @@ def test_memory_is_pinned_once_and_as_far_as_it_can_be(monkeypatch, caplog):
     pinned.close()
     pinned.close()
     assert streams.seen[3:] == [("unpinned", memory.data_ptr())]
+
+
+def test_memory_is_unpinned_and_freed_if_nobody_closes(monkeypatch):
+    """As after an error in a notebook."""
+    streams, memory = Streams(), torch.zeros(64)
+    monkeypatch.setattr(torch, "cuda", streams)
+    pinned, address = PinnedMemory(GPU, [memory]), memory.data_ptr()
+    there = StorageWeakRef(memory.untyped_storage())
+    del memory
+    assert not there.expired()
+    del pinned
+    assert streams.seen == [("pinned", address, 256, 0), ("unpinned", address)]
+    assert there.expired()
 
 
 def test_on_processors_copies_are_made_at_once_and_nothing_is_pinned():
