@@ -19,14 +19,13 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train.collectives.coroutines import Coroutine
-from hpc_train.collectives.node import NodeMemory
+from hpc_train.collectives.node import NodeMemory, own_pages
 from hpc_train.errors import UserError
 from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import DIRECT_WRITER, GradientWriter
 from hpc_train.gradients.sums import LevelSums, bucket_begins, cut_memory
-from hpc_train.models.deferred import untouched
 from hpc_train.models.initial import InitialValues
 
 
@@ -80,7 +79,7 @@ class SharedParameters:
             values: makes their initial values; None: the parameters have them.
         """
         if self.memory is None:
-            self._flats = [untouched([b.numel], b.dtype) for b in self.buckets]
+            self._flats = [own_pages(b.nbytes).view(b.dtype) for b in self.buckets]
         else:
             self._flats = cut_memory(
                 self.memory.parts[0], self.buckets, bucket_begins(self.buckets)

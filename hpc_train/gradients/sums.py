@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpc_train.collectives import Collectives
 from hpc_train.collectives.coroutines import Coroutine
-from hpc_train.collectives.node import NodeMemory, aligned, sum_into
+from hpc_train.collectives.node import NodeMemory, aligned, own_pages, sum_into
 from hpc_train.collectives.ring import Cross
 from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket, Slab
@@ -118,7 +118,7 @@ class LevelSums:
                 raise
             parts = [cut_memory(part, buckets, begins) for part in self.memory.parts]
         else:
-            parts = [cut_memory(torch.zeros(begins[-1], dtype=torch.uint8), buckets, begins)]
+            parts = [cut_memory(own_pages(begins[-1]), buckets, begins)]
         self._buffers = list(zip(*parts, strict=True))  # by bucket, then by rank of the node
         self.flats = parts[levels.node.rank]
         """This rank's buffer of each bucket (see `Sums`)."""
