@@ -25,18 +25,11 @@ from hpc_train.gradients.slots import (
     Slot,
     slots_of_buckets,
 )
-from hpc_train.gradients.sums import Sums
+from hpc_train.gradients.sums import Sums, stream_now
 
 ENGINE = torch.autograd.Variable._execution_engine
 CONVERT_BEFORE = "convert the model and change the optimizer before averaging is set up"
 STEADY = 2  # after this number of steps without anything unusual, sums begin in the backward pass
-
-
-def stream_now(tensor: Tensor) -> Any:
-    """The stream of a tensor's GPU that this thread's work goes to; None for a processor."""
-    if tensor.is_cpu:
-        return None
-    return getattr(torch, tensor.device.type).current_stream(tensor.device)
 
 
 class Filling:

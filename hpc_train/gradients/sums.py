@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -278,8 +278,14 @@ class CollectiveSums:
         self.profile = Profile()
 
     def begin(self, number: int) -> Coroutine[None]:
-        """Sum a bucket (see `Sums`)."""
+        """Sum a bucket (see `Sums`), after the work that the caller's stream has by now."""
+        stream = stream_now(self.flats[number])
+        return self._sum(number, stream and stream.record_event())
+
+    def _sum(self, number: int, filled: Any) -> Coroutine[None]:
         begin = time.perf_counter()
+        if filled is not None:  # a thread may run this, which has another stream
+            stream_now(self.flats[number]).wait_event(filled)
         pending = self.collectives.start_sum_(self.flats[number])
         if self.early:  # let the backward pass go on until the sum is done
             yield pending.done
@@ -291,6 +297,13 @@ class CollectiveSums:
 
     def close(self) -> None:
         """Do nothing: no memory is shared."""
+
+
+def stream_now(tensor: Tensor) -> Any:
+    """The stream of a tensor's GPU that this thread's work goes to; None for a processor."""
+    if tensor.is_cpu:
+        return None
+    return getattr(torch, tensor.device.type).current_stream(tensor.device)
 
 
 def _private(buckets: Sequence[Bucket]) -> list[Tensor]:
