@@ -96,6 +96,7 @@ CASES = {
     "compiled, two ranks": Case({"run.compile": "true", "memory.recompute": "full"}, 2),
     "recomputation": Case({"memory.recompute": "full"}),
     "host optimizer": Case({**HOST, "memory.zero": 1}, gpu=True),
+    "host optimizer, compiled": Case({**HOST, "memory.zero": 1, "run.compile": "true"}, gpu=True),
     "host optimizer, two ranks, zero 1": Case({**HOST, "memory.zero": 1}, 2, gpu=True),
     "host optimizer, two ranks, zero 2": Case({**HOST, "memory.zero": 2}, 2, gpu=True),
     "fine-tuning": Case(ranks=2, reference={"finetune.lora": 2}),
@@ -147,6 +148,7 @@ def same_losses(name: str, lab: Lab) -> Found:
     )
     off = difference(found, expected)
     assert off < CLOSE, f"losses differ by {off:.1e}, which is more than {CLOSE:.0e}"
+    assert "cannot be pinned" not in found.output, "the node's memory cannot be pinned"
     return Found(f"{STEPS} losses in float64 differ by {off:.1e}", {"difference": off})
 
 
