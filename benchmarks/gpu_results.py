@@ -20,6 +20,7 @@ Options = Mapping[str, object]
 STEPS = 12
 NEAR_CHANCES = 1e-8  # of probabilities after 40 steps in float64
 CLOSE = 1e-10  # relative, of losses in float64
+MOST_MEMORY = 1.5  # of a GPU with the host's optimizer, per byte of parameters in small buckets
 NEAR = {"bfloat16": 2e-2, "float16": 4e-3}  # relative, of losses; as in tests/system/test_precision
 FIXED: Options = {
     "run.steps": STEPS,
@@ -95,6 +96,7 @@ CASES = {
     "compiled, two ranks": Case({"run.compile": "true", "memory.recompute": "full"}, 2),
     "recomputation": Case({"memory.recompute": "full"}),
     "host optimizer": Case({**HOST, "memory.zero": 1}, gpu=True),
+    "host optimizer, compiled": Case({**HOST, "memory.zero": 1, "run.compile": "true"}, gpu=True),
     "host optimizer, two ranks, zero 1": Case({**HOST, "memory.zero": 1}, 2, gpu=True),
     "host optimizer, two ranks, zero 2": Case({**HOST, "memory.zero": 2}, 2, gpu=True),
     "fine-tuning": Case(ranks=2, reference={"finetune.lora": 2}),
@@ -146,6 +148,7 @@ def same_losses(name: str, lab: Lab) -> Found:
     )
     off = difference(found, expected)
     assert off < CLOSE, f"losses differ by {off:.1e}, which is more than {CLOSE:.0e}"
+    assert "cannot be pinned" not in found.output, "the node's memory cannot be pinned"
     return Found(f"{STEPS} losses in float64 differ by {off:.1e}", {"difference": off})
 
 
@@ -162,6 +165,8 @@ def own_loop(lab: Lab) -> Found:
     found: dict[str, float] = told["differences"]
     worst = max(found, key=found.__getitem__)
     assert found[worst] < CLOSE, f"parameters differ by {found[worst]:.1e} ({worst})"
+    most = told["most memory"]
+    assert most < MOST_MEMORY, f"the host's optimizer takes the parameters' memory {most:.2f} times"
     reads = "reads" if told["MPI reads GPU memory"] else "does not read"
     text = (
         f"parameters differ by {found[worst]:.1e} in {len(found)} ways to average; MPI {reads} GPU "

@@ -28,6 +28,7 @@ MPI_TYPES = {
     torch.int32: MPI.INT32_T,
     torch.int64: MPI.INT64_T,
 }
+GPUS = ("cuda", "xpu")
 LARGEST_MESSAGE = 1 << 30  # MPI-3 counts are C ints, and some transports fail near 2 GiB
 
 
@@ -68,7 +69,12 @@ class InThread:
     def wait(self) -> Tensor:
         """Wait for the thread; returns the result."""
         with self.group.waiting(f"a collective over {self.group.size} ranks"):
-            return self.future.result()
+            result = self.future.result()
+        if result.device.type in GPUS:
+            # The thread's stream made it. Its memory must not be used again before this stream
+            # has done its work with it.
+            result.record_stream(_stream_of(result))
+        return result
 
     def done(self) -> bool:
         """Whether the thread has finished the operation."""
@@ -162,13 +168,13 @@ class MpiCollectives:
     def _start(self, operation: Callable[..., Tensor], tensor: Tensor, *arguments: Any) -> Pending:
         if self._thread is None:
             return Done(operation(self, tensor, *arguments))
-        wait_for_caller = _work_of(tensor)
+        wait_for_caller = work_of(tensor)
 
         def carried_out() -> Tensor:
             # The thread has other streams of the GPU than the caller, and none waits for another.
             wait_for_caller()
             result = operation(self._begun, tensor, *arguments)
-            _work_of(tensor)()
+            work_of(tensor)()
             return result
 
         return InThread(self.group, self._thread.submit(carried_out))
@@ -197,12 +203,13 @@ class MpiCollectives:
             there = part.new_empty(part.shape)
             self.comm.Allgather([_buffer(mine[columns]), MPI.BYTE], [_buffer(there), MPI.BYTE])
             part.copy_(there)
+            work_of(part)()  # the next message may get the same memory
 
     def _scattered(self, tensor: Tensor, dim: int) -> Tensor:
         if tensor.dtype in WIDENED:
             return self._scattered(tensor.float(), dim).to(tensor.dtype)
         size = self.group.size
-        near = _split(reachable(tensor), dim, size)
+        near = reachable(_split(tensor, dim, size))
         mine = near.new_empty(near.shape[1:])
         datatype = _type(tensor)
         with self.group.waiting(self._sum), self._counted("sums", near):
@@ -218,7 +225,7 @@ class MpiCollectives:
         """Sum `every`, (ranks, count), whose row R goes to `mine` of rank R, in such messages."""
         datatype = _type(mine)
         for columns in _columns(len(mine), len(every) * mine.element_size()):
-            part = every[:, columns].contiguous()
+            part = reachable(every[:, columns])
             self.comm.Reduce_scatter_block(
                 [_buffer(part), datatype], [_buffer(mine[columns]), datatype], op=MPI.SUM
             )
@@ -262,13 +269,17 @@ def _type(tensor: Tensor) -> MPI.Datatype:
     return MPI_TYPES[tensor.dtype]
 
 
-def _work_of(tensor: Tensor) -> Callable[[], None]:
+def work_of(tensor: Tensor) -> Callable[[], None]:
     """A function that waits until the tensor's GPU has done what this thread has told it by now."""
-    if tensor.device.type not in ("cuda", "xpu"):
+    if tensor.device.type not in GPUS:
         return _nothing
-    stream = getattr(torch, tensor.device.type).current_stream(tensor.device)
-    waits: Callable[[], None] = stream.record_event().synchronize
+    waits: Callable[[], None] = _stream_of(tensor).record_event().synchronize
     return waits
+
+
+def _stream_of(tensor: Tensor) -> Any:
+    """The stream that gets what this thread tells the tensor's GPU."""
+    return getattr(torch, tensor.device.type).current_stream(tensor.device)
 
 
 def _nothing() -> None:
@@ -286,11 +297,11 @@ def reachable(tensor: Tensor) -> Tensor:
         return tensor.contiguous()
     if not through_host(tensor.device):
         near = tensor.contiguous()
-        _work_of(near)()  # MPI knows nothing of streams
+        work_of(near)()  # MPI knows nothing of streams
         return near
     near = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     near.copy_(tensor, non_blocking=True)
-    _work_of(tensor)()
+    work_of(tensor)()
     return near
 
 
@@ -330,10 +341,8 @@ def _joined(pieces: Tensor, dim: int) -> Tensor:
 
 
 def _split(tensor: Tensor, dim: int, parts: int) -> Tensor:
-    """Cut a tensor along a dimension into pieces, (parts, ...), contiguous: undoes `_joined`."""
+    """Cut a tensor along a dimension into pieces, a view of (parts, ...): undoes `_joined`."""
     dim %= tensor.dim()
     shape = tensor.shape
-    if not dim:
-        return tensor.view(parts, shape[0] // parts, *shape[1:])
     cut = tensor.view(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
-    return cut.movedim(dim, 0).contiguous()
+    return cut.movedim(dim, 0)

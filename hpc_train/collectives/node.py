@@ -201,6 +201,15 @@ def _part(memory: mmap.mmap, begin: int, end: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=end - begin, offset=begin)
 
 
+def own_pages(nbytes: int) -> Tensor:
+    """Zeros that this rank alone sees, (bytes,) of uint8, on pages of their own.
+
+    A GPU pins whole pages, and none twice.
+    """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return _part(mmap.mmap(-1, max(1, nbytes), flags=private), 0, nbytes)
+
+
 def _folder() -> str:
     """The folder in memory, or where there is none the one for temporary files."""
     usable = os.access("/dev/shm", os.W_OK | os.X_OK)

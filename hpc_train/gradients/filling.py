@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from hpc_train.gradients.slots import (
     Slot,
     slots_of_buckets,
 )
-from hpc_train.gradients.sums import Sums
+from hpc_train.gradients.sums import Sums, stream_now
 
 ENGINE = torch.autograd.Variable._execution_engine
 CONVERT_BEFORE = "convert the model and change the optimizer before averaging is set up"
@@ -73,6 +74,9 @@ class Filling:
         self._look, self._begin_pass = look, begin_pass
         self._hooks = {slot: self._hook(slot) for slot in self.slots}
         self._task = -1  # the backward pass that the last gradient came from
+        self._on_gpus = not all(flat.is_cpu for flat in sums.flats)
+        self._streams: dict[int, set[Any]] = {}
+        """For each bucket, the streams of its GPU that have written gradients to it."""
         # A backward pass has a thread for each GPU and one for the processor.
         self._lock = threading.RLock()
         self.wait_for_calm()
@@ -161,6 +165,8 @@ class Filling:
                 "and scale_ after its last one",
             )
         slot.arrived += 1
+        if self._on_gpus:
+            self._streams.setdefault(slot.home, set()).add(stream_now(slot.view))
         self._arrived(slot)
 
     def _end_pass(self) -> None:
@@ -189,6 +195,11 @@ class Filling:
     def _begin_next(self) -> None:
         for slot in self.by_bucket[self.begun]:
             slot.begin()
+        if streams := self._streams.pop(self.begun, None):
+            # A hook has the stream of its parameter's forward pass, which may not be this one.
+            here = stream_now(self.sums.flats[self.begun])
+            for other in streams - {here}:
+                here.wait_stream(other)
         self.progress.start(self.sums.begin(self.begun))
         self.begun += 1
 

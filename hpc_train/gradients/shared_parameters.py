@@ -10,7 +10,7 @@ for its own parameters, as in Megatron's distributed optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,13 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train.collectives.coroutines import Coroutine
-from hpc_train.collectives.node import NodeMemory
+from hpc_train.collectives.node import NodeMemory, own_pages
 from hpc_train.errors import UserError
 from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import DIRECT_WRITER, GradientWriter
 from hpc_train.gradients.sums import LevelSums, bucket_begins, cut_memory
-from hpc_train.models.deferred import untouched
 from hpc_train.models.initial import InitialValues
 
 
@@ -80,7 +79,7 @@ class SharedParameters:
             values: makes their initial values; None: the parameters have them.
         """
         if self.memory is None:
-            self._flats = [untouched([b.numel], b.dtype) for b in self.buckets]
+            self._flats = [own_pages(b.nbytes).view(b.dtype) for b in self.buckets]
         else:
             self._flats = cut_memory(
                 self.memory.parts[0], self.buckets, bucket_begins(self.buckets)
@@ -96,8 +95,8 @@ class SharedParameters:
                 trained = slab.parameter.requires_grad
                 self.slabs[Parameter(slab.of(flat), requires_grad=trained)] = slab
         self.levels.node.barrier()  # all is written before anybody reads the parameters
-        for bucket, flat in zip(self.buckets, self._in_use(), strict=True):
-            for parameter, view in bucket.views(flat).items():
+        for index, bucket in enumerate(self.buckets):
+            for parameter, view in bucket.views(self._in_use(index)).items():
                 parameter.data = view
         self._places = {p: p.data_ptr() for p in self.home}
 
@@ -125,9 +124,9 @@ class SharedParameters:
             if piece.requires_grad
         }
 
-    def _in_use(self) -> list[Tensor]:
-        """The buckets of the parameters that the model computes with."""
-        return self._flats
+    def _in_use(self, index: int) -> Tensor:
+        """The buffer of a bucket of the parameters that the model computes with."""
+        return self._flats[index]
 
     def views(self) -> dict[Parameter, Tensor]:
         """The parameters in the memory that the node shares."""
@@ -156,8 +155,8 @@ class SharedParameters:
 
         Nobody may read a parameter elsewhere, unless `wait` was called.
         """
-        for module in model.modules():
-            needed = {self.home[p] for p in module.parameters(recurse=False) if p in self.home}
+        for module, used in users_of_parameters(model):
+            needed = {self.home[p] for p in used if p in self.home}
             if needed:
                 hook = partial(self._before_module, sorted(needed))
                 self._hooks.append(module.register_forward_pre_hook(hook))
@@ -215,3 +214,30 @@ class SharedParameters:
         """Free the memory, in which no parameter is, or none any more. Collective."""
         if self.memory is not None:
             self.memory.close()
+
+
+def users_of_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, list[Parameter]]]:
+    """The modules that use parameters, and which ones; a compiled module uses those inside of it.
+
+    torch.compile would cut its graph at the hooks of modules inside of a compiled one. The compiled
+    module's own hooks lie outside of the graph.
+    """
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # outer modules come first
+        if module in inside:
+            continue
+        if compiled := _is_compiled(module):
+            inside.update(module.modules())
+        if used := list(module.parameters(recurse=compiled)):
+            yield module, used
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has made the module's `forward`.
+
+    A gate or a recomputation has it as `original`.
+    """
+    forward: Any = module.forward
+    while inner := getattr(forward, "original", None):
+        forward = inner
+    return hasattr(forward, "_torchdynamo_orig_callable")

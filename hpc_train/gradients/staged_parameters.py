@@ -21,6 +21,7 @@ from hpc_train.gradients.shared_parameters import SharedParameters
 from hpc_train.gradients.slots import GradientWriter
 from hpc_train.gradients.staging import CopyLane, CopyMark, PinnedMemory, StagedWriter
 from hpc_train.gradients.sums import LevelSums
+from hpc_train.models.initial import InitialValues
 from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
@@ -59,12 +60,22 @@ class StagedParameters(SharedParameters):
         self.sums.filling = made.ended
         return made
 
-    def _in_use(self) -> list[Tensor]:
+    def move(self, values: InitialValues | None = None) -> None:
+        """Move the parameters to the shared memory, and copy them to the device. Collective.
+
+        Args:
+            values: makes their initial values; None: the parameters have them.
+        """
+        super().move(values)
         self._pinned = PinnedMemory(self.lane.device, self._flats)
-        pairs = zip(self._flats, self.buckets, strict=True)
-        self._near = [torch.empty_like(flat, device=bucket.device) for flat, bucket in pairs]
         self.bring_all()
-        return self._near
+
+    def _in_use(self, index: int) -> Tensor:
+        bucket = self.buckets[index]
+        for parameter in bucket.parameters:  # their values are on the host: free the memory first
+            parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+        self._near.append(torch.empty_like(self._flats[index], device=bucket.device))
+        return self._near[index]
 
     def bring_all(self) -> None:
         """Copy all parameters to the device."""
@@ -108,6 +119,7 @@ class StagedParameters(SharedParameters):
     def forget(self) -> None:
         """Take over the parameters on the device before the next step. Collective."""
         super().wait()
+        self._follow(range(len(self.buckets)))  # what comes still must not overwrite the new ones
         self._brought = [self._round] * len(self.buckets)
         self._versions = {}
 
@@ -117,8 +129,8 @@ class StagedParameters(SharedParameters):
         self.lane.finish()
         if self._pinned is not None:
             self._pinned.close()
+        self._near = []  # so each bucket goes once its parameters have memory of their own
         super().release()
-        self._near = []
 
 
 def check_staged(planned: Sequence[Parameter], kept: Sequence[Parameter], group: Group) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -108,7 +109,8 @@ def computed(devices: Iterable[torch.device]) -> Coroutine[None]:
 class PinnedMemory:
     """Memory of the host that a GPU reads and writes by itself, so that no copy waits for it.
 
-    Where it cannot be pinned, copies take longer, and give the same.
+    Where it cannot be pinned, copies take longer, and give the same. If nobody calls `close`, such
+    as after an error, it is unpinned once nobody has this object.
 
     Args:
         device: the device. Only for NVIDIA's and AMD's GPUs something is pinned.
@@ -116,13 +118,15 @@ class PinnedMemory:
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
-        self._pinned: list[int] = []
+        pinned: list[tuple[int, torch.UntypedStorage]] = []
+        self._unpin = weakref.finalize(self, _unpin, pinned)
+        self._unpin.atexit = False
         if device.type != "cuda":
             return
         storages = (tensor.untyped_storage() for tensor in tensors)
         runtime: Any = torch.cuda.cudart()
-        for address, nbytes in {s.data_ptr(): s.nbytes() for s in storages}.items():
-            if not nbytes:
+        for address, storage in {s.data_ptr(): s for s in storages}.items():
+            if not (nbytes := storage.nbytes()):
                 continue
             if error := int(runtime.cudaHostRegister(address, nbytes, 0)):
                 _clear_error(device)
@@ -133,13 +137,16 @@ class PinnedMemory:
                     error,
                 )
             else:
-                self._pinned.append(address)
+                pinned.append((address, storage))  # it must not be freed while it is pinned
 
     def close(self) -> None:
         """Unpin it. No copy may be under way."""
-        for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._pinned = []
+        self._unpin()
+
+
+def _unpin(pinned: Sequence[tuple[int, torch.UntypedStorage]]) -> None:
+    for address, _ in pinned:
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _clear_error(device: torch.device) -> None:

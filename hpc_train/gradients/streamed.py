@@ -23,7 +23,7 @@ from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.errors import SetupError
 from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.progress import Progress
-from hpc_train.gradients.shared_parameters import SharedParameters
+from hpc_train.gradients.shared_parameters import SharedParameters, users_of_parameters
 from hpc_train.gradients.sums import LevelSums
 from hpc_train.host.pages import give_back
 from hpc_train.models.gate import Gate, attend
@@ -112,9 +112,8 @@ class StreamedParameters(SharedParameters):
     def attend(self, model: nn.Module) -> None:
         """Gather parameters from now on when a stage is about to compute."""
         attend(self.gates, self)
-        for module in model.modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                self._hooks.append(module.register_forward_pre_hook(self._advance))
+        for module, _ in users_of_parameters(model):
+            self._hooks.append(module.register_forward_pre_hook(self._advance))
 
     def _advance(self, *_: Any) -> None:
         """Let messages move on: a hook before a module's forward pass."""

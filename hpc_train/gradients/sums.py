@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hpc_train.collectives import Collectives
 from hpc_train.collectives.coroutines import Coroutine
-from hpc_train.collectives.node import NodeMemory, aligned, sum_into
+from hpc_train.collectives.node import NodeMemory, aligned, own_pages, sum_into
 from hpc_train.collectives.ring import Cross
 from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket, Slab
@@ -118,7 +118,7 @@ class LevelSums:
                 raise
             parts = [cut_memory(part, buckets, begins) for part in self.memory.parts]
         else:
-            parts = [cut_memory(torch.zeros(begins[-1], dtype=torch.uint8), buckets, begins)]
+            parts = [cut_memory(own_pages(begins[-1]), buckets, begins)]
         self._buffers = list(zip(*parts, strict=True))  # by bucket, then by rank of the node
         self.flats = parts[levels.node.rank]
         """This rank's buffer of each bucket (see `Sums`)."""
@@ -278,8 +278,14 @@ class CollectiveSums:
         self.profile = Profile()
 
     def begin(self, number: int) -> Coroutine[None]:
-        """Sum a bucket (see `Sums`)."""
+        """Sum a bucket (see `Sums`), after the work that the caller's stream has by now."""
+        stream = stream_now(self.flats[number])
+        return self._sum(number, stream and stream.record_event())
+
+    def _sum(self, number: int, filled: Any) -> Coroutine[None]:
         begin = time.perf_counter()
+        if filled is not None:  # a thread may run this, which has another stream
+            stream_now(self.flats[number]).wait_event(filled)
         pending = self.collectives.start_sum_(self.flats[number])
         if self.early:  # let the backward pass go on until the sum is done
             yield pending.done
@@ -291,6 +297,13 @@ class CollectiveSums:
 
     def close(self) -> None:
         """Do nothing: no memory is shared."""
+
+
+def stream_now(tensor: Tensor) -> Any:
+    """The stream of a tensor's GPU that this thread's work goes to; None for a processor."""
+    if tensor.is_cpu:
+        return None
+    return getattr(torch, tensor.device.type).current_stream(tensor.device)
 
 
 def _private(buckets: Sequence[Bucket]) -> list[Tensor]:

@@ -7,7 +7,7 @@ return to a pool and are used again. Only the first activation of a kind brings 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,18 +58,20 @@ class Transport:
     def __init__(self, group: Group, device: torch.device) -> None:
         from mpi4py import MPI  # a pipeline of several ranks has MPI
 
-        from hpc_train.collectives.mpi import pieces, reachable, through_host
+        from hpc_train.collectives.mpi import pieces, reachable, through_host, work_of
 
         assert group.comm is not None
         self.group, self.comm, self.device = group, group.comm, device
         self.staged, self._reachable, self._pieces = through_host(device), reachable, pieces
+        self._work_of = work_of
         self._counted = group.waiting.traffic.of("pipeline messages", group.link())
         self._byte = MPI.BYTE
         self._forms: dict[Hashable, MessageForm] = {}
         self._sent: list[tuple[Any, Any]] = []
         self._expected: deque[Message] = deque()
         self._posted: deque[tuple[Message, Tensor, list[Any]]] = deque()
-        self._pool: dict[MessageForm, list[Tensor]] = {}
+        self._pool: dict[MessageForm, deque[tuple[Tensor, Callable[[], None]]]] = {}
+        """Free buffers, each with a function that waits until the device has done with it."""
 
     def expect(self, messages: Iterable[Message]) -> None:
         """Set the messages that will be received, in this order, and post the first receives."""
@@ -119,7 +121,8 @@ class Transport:
     def release(self, tensor: Tensor) -> None:
         """Let the memory of a received tensor be used for later ones."""
         if not self.staged:
-            self._pool.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
+            free = self._pool.setdefault((tuple(tensor.shape), tensor.dtype), deque())
+            free.append((tensor, self._work_of(tensor)))
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
@@ -137,8 +140,7 @@ class Transport:
             form = self._forms.get(message.kind)
             if form is None:
                 return
-            free = self._pool.get(form)
-            near = free.pop() if free else self._buffer(form)
+            near = self._free(form)
             requests = [
                 self.comm.Irecv([piece, self._byte], source=message.peer, tag=message.tag)
                 for piece in self._pieces(bits(near))
@@ -151,9 +153,16 @@ class Transport:
                 form = self.comm.recv(source=message.peer, tag=FORM_TAGS + message.tag)
             self._forms[message.kind] = form
 
-    def _buffer(self, form: MessageForm) -> Tensor:
+    def _free(self, form: MessageForm) -> Tensor:
+        """A buffer that MPI may write to: nothing on the device uses its memory."""
         shape, dtype = form
         if self.staged:
             pinned = self.device.type == "cuda"
             return torch.empty(shape, dtype=dtype, pin_memory=pinned)
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        if free := self._pool.get(form):
+            near, wait = free.popleft()
+        else:  # torch may give memory of which the device has not read the last numbers yet
+            near = torch.empty(shape, dtype=dtype, device=self.device)
+            wait = self._work_of(near)
+        wait()
+        return near

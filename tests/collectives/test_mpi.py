@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -240,12 +241,60 @@ def test_a_thread_and_its_caller_wait_for_each_others_work_on_a_gpu(group, monke
         told = threading.get_ident() == caller
         return lambda: waited.append((told, threading.get_ident() == caller, float(tensor[0])))
 
-    monkeypatch.setattr("hpc_train.collectives.mpi._work_of", work_of)
+    monkeypatch.setattr("hpc_train.collectives.mpi.work_of", work_of)
     over, tensor = connect(group, overlap=True), torch.ones(3)
     over.start_sum_(tensor).wait()
     over.close()
     # The thread waits for the caller's work before the sum, and for its own after it.
     assert waited == [(True, False, 1.0), (False, False, float(group.size))]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("most", [1 << 30, 64])
+def test_mpi_gets_memory_with_which_a_gpu_has_done(group, monkeypatch, most, dim):
+    """As with an MPI that reads the memory of GPUs: nothing on the GPU waits for MPI."""
+    from hpc_train.collectives import mpi
+
+    make, ready, order = mpi.reachable, set(), []
+
+    def reachable(tensor):
+        near = make(tensor)
+        ready.update(range(near.data_ptr(), near.data_ptr() + near.nbytes))
+        return near
+
+    class Comm:
+        def __getattr__(self, name):
+            return getattr(group.comm, name)
+
+        def Allgather(self, mine, every):  # noqa: N802  # mpi4py's name
+            order.append("MPI")
+            group.comm.Allgather(mine, every)
+
+        def Reduce_scatter_block(self, every, mine, op):  # noqa: N802  # mpi4py's name
+            assert every[0].address in ready
+            group.comm.Reduce_scatter_block(every, mine, op=op)
+
+    monkeypatch.setattr(mpi, "LARGEST_MESSAGE", most)
+    monkeypatch.setattr(mpi, "reachable", reachable)
+    monkeypatch.setattr(mpi, "work_of", lambda tensor: lambda: order.append("waited"))
+    over = connect(group)
+    over.comm = Comm()
+    tensor = torch.arange(24.0).view(4, 6)
+    part = over.start_sum_scatter(tensor, dim).wait()
+    assert torch.equal(part, 2 * tensor.chunk(2, dim)[group.rank])
+    over.start_gather(tensor, dim).wait()
+    assert order == (["MPI"] if most > 64 else ["MPI", "waited"] * 3)
+
+
+def test_memory_that_a_thread_has_made_stays_until_the_callers_stream_is_done(monkeypatch):
+    from hpc_train.collectives import mpi
+
+    seen, future = [], Future()
+    future.set_result(SimpleNamespace(device=torch.device("cuda"), record_stream=seen.append))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    mpi.InThread(Group(), future).wait()
+    assert seen == ["the caller's"]
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -8,7 +8,9 @@ from torch.nn import Parameter
 
 from hpc_train.collectives import connect
 from hpc_train.collectives.coroutines import CoroutineScheduler
+from hpc_train.collectives.protocol import Done
 from hpc_train.gradients import autotune, average_gradients, staged_sums
+from hpc_train.gradients import sums as sums_module
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.gradients.staged_sums import StagedSums, in_host_memory
@@ -106,3 +108,34 @@ def test_a_bucket_is_copied_after_the_work_of_the_stream_that_has_filled_it(monk
     scheduler.finish()
     assert waited == [True, False]
     sums.close()
+
+
+def test_a_sum_in_gpu_memory_begins_after_the_work_of_the_stream_that_has_filled_the_bucket(
+    monkeypatch,
+):
+    seen, here = [], []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def record_event(self):
+            return f"event of {self.name}"
+
+        def wait_event(self, event):
+            seen.append((self.name, event))
+
+    class Over:
+        group = Group()
+
+        def start_sum_(self, tensor):
+            seen.append("sum")
+            return Done(tensor)
+
+    monkeypatch.setattr(sums_module, "stream_now", lambda tensor: here[-1])
+    sums = CollectiveSums(Over(), [Bucket([Parameter(torch.ones(3, device="meta"))])])
+    here.append(Stream("the hook"))
+    steps = sums.begin(0)
+    here.append(Stream("a thread"))  # which runs the coroutine
+    list(steps)
+    assert seen == [("a thread", "event of the hook"), "sum"]

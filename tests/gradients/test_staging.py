@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import mmap
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpc_train.gradients import staging
+from hpc_train.gradients.buckets import Bucket
+from hpc_train.gradients.division import Reach
+from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.shared_parameters import SharedParameters
 from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.staging import CopyLane, PinnedMemory, StagedWriter
+from hpc_train.gradients.sums import LevelSums
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.levels import Levels
 from hpc_train.planning import state
 from tests.gradients.late_lane import PATIENCE, LateLane
 
@@ -147,6 +156,19 @@ def test_memory_is_pinned_once_and_as_far_as_it_can_be(monkeypatch, caplog):
     assert streams.seen[3:] == [("unpinned", memory.data_ptr())]
 
 
+def test_memory_is_unpinned_and_freed_if_nobody_closes(monkeypatch):
+    """As after an error in a notebook."""
+    streams, memory = Streams(), torch.zeros(64)
+    monkeypatch.setattr(torch, "cuda", streams)
+    pinned, address = PinnedMemory(GPU, [memory]), memory.data_ptr()
+    there = StorageWeakRef(memory.untyped_storage())
+    del memory
+    assert not there.expired()
+    del pinned
+    assert streams.seen == [("pinned", address, 256, 0), ("unpinned", address)]
+    assert there.expired()
+
+
 def test_on_processors_copies_are_made_at_once_and_nothing_is_pinned():
     lane, into = CopyLane(CPU), ones(2)
     PinnedMemory(CPU, [into]).close()
@@ -165,3 +187,15 @@ def test_only_gradients_that_a_rank_has_whole_get_memory_on_the_device(home):
     made = StagedWriter(LateLane(CPU), 1, []).published(parameter, torch.zeros(2, 3), home)
     assert (made is None) == (home == 0)
     assert made is None or made.stride() == parameter.stride()
+
+
+def test_what_one_rank_of_a_node_has_pinned_lies_on_pages_of_its_own():
+    """Small buckets of malloc would share pages with other memory, which a GPU pins once."""
+    alone = Levels.flat(Group())
+    buckets = [Bucket([torch.nn.Parameter(ones(3))], by_rows=True) for _ in range(2)]
+    sums = LevelSums(alone, buckets, None, reach=[Reach.NODE] * 2)
+    parameters = SharedParameters(sums, sums.division, Progress())
+    parameters.move()
+    memory = [sums.flats[0], *parameters.views().values()]
+    assert [one.untyped_storage().data_ptr() % mmap.PAGESIZE for one in memory] == [0, 0, 0]
+    assert all(torch.equal(view, ones(3)) for view in parameters.views().values())

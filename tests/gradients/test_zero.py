@@ -8,12 +8,15 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train.collectives import node
 from hpc_train.errors import SetupError, UserError
-from hpc_train.gradients import average_gradients
+from hpc_train.gradients import average_gradients, staged_parameters
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models.gate import Gate
+from tests.gradients.late_lane import LateLane
 from tests.system.test_habits import shared_bytes
 from tests.system.test_same import Model, levels_of
 
@@ -165,3 +168,93 @@ def test_no_second_averager_is_made_while_nodes_have_pieces_of_parameters(job):
         set_up(levels, model, two)
     first.close()
     levels.close()
+
+
+class Lives(TorchDispatchMode):
+    """Counts which of some tensors' memory is there whenever an operation begins."""
+
+    def __init__(self, operation, tensors):
+        super().__init__()
+        self.operation = operation
+        self.memory = {t.data_ptr(): StorageWeakRef(t.untyped_storage()) for t in tensors}
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() == self.operation:
+            self.seen.append(sum(not one.expired() for one in self.memory.values()))
+        return func(*args, **(kwargs or {}))
+
+
+def test_parameters_on_a_device_lie_there_once_also_at_the_beginning_and_at_the_end(
+    job, monkeypatch
+):
+    monkeypatch.setattr(staged_parameters, "CopyLane", LateLane)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))).double()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with Lives("aten::empty_like", model.parameters()) as lives:
+        averager = set_up(job.world, model, staged=True, zero=1)
+    near = averager.parameters._near
+    assert lives.seen[-10:] == [*range(9, -1, -1)]  # whenever one of ten buckets gets memory
+    with Lives("aten::clone", near) as lives:
+        del near
+        averager.close()
+    assert lives.seen[-10:] == [*range(10, 0, -1)]
+    for parameter, values in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, values) or job.world.rank
+
+
+def test_parameters_of_a_checkpoint_are_not_overwritten_by_copies_under_way(job, monkeypatch):
+    monkeypatch.setattr(staged_parameters, "CopyLane", LateLane)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    averager = set_up(job.world, model, staged=True, zero=1, only_modules_read=True)
+    step(model, job.world.rank, averager.optimizer)
+    model[0](torch.ones(1, 6).double())  # a copy to the second layer has begun, too
+    averager.forget()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3.0)
+    averager.settle()
+    averager.parameters.lane.finish()
+    assert all((parameter == 3).all() for parameter in model.parameters())
+    averager.close()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.slow("torch.compile loads")
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_compiled_blocks_have_one_graph_each(job, monkeypatch, zero):
+    """Hooks for their parameters, which come while the forward pass goes on, lie outside of it."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(staged_parameters, "CopyLane", LateLane)
+    levels = levels_of(job.world, NODES)
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(3))).double()
+        for block in model if compiled else ():
+            block.forward = torch.compile(block.forward, backend="eager")
+        more = {"gates": gates_of(model)} if zero == 3 else {"staged": True}
+        averager = set_up(levels, model, zero=zero, scope="all", only_modules_read=True, **more)
+        counters.clear()
+        for _ in range(3):
+            step(model, job.world.rank, averager.optimizer)
+        averager.settle()
+        found.append([p.detach().clone() for p in model.parameters()] if zero < 3 else [])
+        averager.close()
+    levels.close()
+    assert all(map(torch.allclose, *found))
+    assert counters["stats"]["unique_graphs"] <= 2  # the input of the first one has no gradient
+    assert not counters["graph_break"]

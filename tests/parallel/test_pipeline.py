@@ -21,6 +21,7 @@ from hpc_train.parallel.recompute import recompute
 from hpc_train.parallel.schedule import Name, peak_live_formula
 from hpc_train.parallel.stages import Stages, runs_of, stage_names
 from hpc_train.parallel.tensor import parallelize
+from hpc_train.parallel.transport import Message, Transport
 
 pytestmark = pytest.mark.mpi
 schedules = pytest.mark.parametrize("name", get_args(Name))
@@ -338,3 +339,34 @@ def test_micro_batches_of_one_size_have_tensors_of_one_shape(job):
         "the activation of micro-batch 2 has shape [2, 5, 3], earlier ones had [2, 4, 3]: "
         "pad all samples to one length"
     )
+
+
+@pytest.mark.ranks(2)
+def test_mpi_receives_into_memory_with_which_the_device_has_done(group, monkeypatch):
+    waited = []
+
+    class Comm:
+        def __getattr__(self, name):
+            return getattr(group.comm, name)
+
+        def Irecv(self, buffer, **how):  # noqa: N802  # mpi4py's name
+            assert waited.pop() == buffer[0].address
+            return group.comm.Irecv(buffer, **how)
+
+    def work_of(tensor):
+        return lambda: waited.append(tensor.data_ptr())
+
+    monkeypatch.setattr("hpc_train.collectives.mpi.work_of", work_of)
+    transport = Transport(group, torch.device("cpu"))
+    transport.comm = Comm()
+    messages = [Message(1 - group.rank, tag, "numbers", "a number") for tag in range(8)]
+    if group.rank == 1:
+        transport.expect(messages)
+    for number, message in enumerate(messages):
+        if group.rank == 0:
+            transport.send(message, torch.full((3,), float(number)))
+        else:
+            got = transport.receive()
+            assert (got == number).all()
+            transport.release(got)
+    transport.flush()
