@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from types import ModuleType
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,9 @@ import torch
 
 from hpc_train.seeds import mix
 
-DEPTH = 4  # levels of attributes of attributes that are searched for a data set's own generators
-MOST_OBJECTS = 1000  # most objects that are searched
+DEPTH = 12  # levels of attributes of attributes that are searched for a data set's own generators
+MOST_OBJECTS = 20_000  # most objects that are searched
+MOST_ITEMS = 1000  # most items of one container that are searched
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,52 @@ def of_gpu() -> list[Generator]:
 
 
 def own(holder: Any) -> list[Generator]:
-    """The generators that an object has as attributes, or as attributes of attributes."""
+    """The generators that an object has as attributes, or as attributes of attributes.
+
+    Attributes of classes, items of containers, and what functions name count, too. Python's
+    `SystemRandom` is left out, because it cannot be seeded.
+    """
     return [_wrapped(found) for found in _held(holder)]
+
+
+@contextmanager
+def seedings() -> Iterator[set[str]]:
+    """Notice who seeds generators of the process, or sets their states, in this block.
+
+    Yields a set that takes the names of these generators. The states alone do not show it, as with
+    `torch.random.fork_rng`, which restores them.
+    """
+    noticed: set[str] = set()
+    places = [(torch.random, "default_generator", "torch's")]
+    places += [(np.random, name, "NumPy's") for name in ("seed", "set_state")]
+    places += [(random, name, "Python's") for name in ("seed", "setstate")]
+    before = []
+    for module, name, generator in places:
+        real = getattr(module, name)
+        real = real.real if isinstance(real, _Watched) else real  # another thread is in a block
+        before.append(real)
+        setattr(module, name, _Watched(real, noticed, generator))
+    try:
+        yield noticed
+    finally:
+        for (module, name, _), real in zip(places, before, strict=True):
+            setattr(module, name, real)
+
+
+class _Watched:
+    """Stands for a function that seeds a generator, or for the generator of torch's functions."""
+
+    def __init__(self, real: Any, noticed: set[str], name: str) -> None:
+        self.real, self._noticed, self._name = real, noticed, name
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self._noticed.add(self._name)
+        return self.real(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "seed", "set_state"):
+            self._noticed.add(self._name)
+        return getattr(self.real, name)
 
 
 def seed_process(number: int) -> None:
@@ -83,10 +130,14 @@ def _seeds_of_gpus() -> list[Callable[[int], object]]:
 
 
 GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+WITHOUT_PARTS = (str, bytes, bytearray, int, float, complex, np.generic, np.ndarray, torch.Tensor)
+"""They hold no generators, and are passed over."""
 
 
 def _held(holder: Any) -> Iterator[Any]:
-    seen: dict[int, Any] = {}
+    shared = [torch.default_generator, np.random.mtrand._rand, random._inst]
+    seen: dict[int, Any] = {id(one): one for one in shared}
     level = [holder]
     for _ in range(DEPTH):
         below: list[Any] = []
@@ -95,18 +146,52 @@ def _held(holder: Any) -> Iterator[Any]:
                 continue
             seen[id(thing)] = thing
             if isinstance(thing, GENERATOR_KINDS):
-                yield thing
+                if not isinstance(thing, random.SystemRandom):
+                    yield thing
             else:
                 below += _inside(thing)
-        level = below
+        below = [one for one in below if one is not None and not isinstance(one, WITHOUT_PARTS)]
+        level = sorted(below, key=lambda one: isinstance(one, CONTAINERS))  # large ones come last
 
 
 def _inside(thing: Any) -> list[Any]:
-    if isinstance(thing, (type, ModuleType, torch.Tensor)):
+    """What an object holds: items, attributes, slots (those of a partial, too), and its classes."""
+    if isinstance(thing, ModuleType):
         return []
-    if not isinstance(thing, (list, tuple, dict)):
-        thing = getattr(thing, "__dict__", {})
-    return list(islice(thing.values() if isinstance(thing, dict) else thing, MOST_OBJECTS))
+    if isinstance(thing, type):
+        return [*vars(thing).values()]
+    if isinstance(thing, FunctionType):
+        return _named(thing)
+    if isinstance(thing, BuiltinMethodType):
+        return [thing.__self__]
+    found: list[Any] = []
+    with suppress(Exception):  # whatever somebody's objects raise
+        if isinstance(thing, CONTAINERS):
+            found += islice(thing.values() if isinstance(thing, dict) else thing, MOST_ITEMS)
+        found += islice(getattr(thing, "__dict__", {}).values(), MOST_ITEMS)
+    kinds = type(thing).__mro__[:-1]
+    for descriptor in (one for kind in kinds for one in vars(kind).values()):
+        if isinstance(descriptor, MemberDescriptorType):
+            with suppress(AttributeError):  # a slot that is empty
+                found.append(descriptor.__get__(thing))
+    return [*found, *kinds]
+
+
+def _named(function: FunctionType) -> list[Any]:
+    """What a function has in its closure and defaults, and generators that it names.
+
+    It may also name functions of its module, which are looked into.
+    """
+    found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty one
+            found.append(cell.cell_contents)
+    for name in function.__code__.co_names:
+        one = function.__globals__.get(name)
+        near = isinstance(one, FunctionType) and one.__module__ == function.__module__
+        if near or isinstance(one, GENERATOR_KINDS):
+            found.append(one)
+    return found
 
 
 def _wrapped(found: Any) -> Generator:

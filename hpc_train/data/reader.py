@@ -8,6 +8,7 @@ model then draws the same numbers as if nothing had been read.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,12 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from hpc_train.data.generators import Generator, of_gpu, of_process, own
+from hpc_train.data.generators import Generator, of_gpu, of_process, own, seedings
 from hpc_train.data.mixture import Mixture, datasets_in
 from hpc_train.errors import ReadNote, UserError
 from hpc_train.seeds import mix
+
+logger = logging.getLogger(__name__)
 
 Indices = Sequence[int] | np.ndarray
 SAMPLE_STREAM = 1  # part of the samples' seeds, so that they differ from the model's
@@ -43,8 +47,8 @@ class Reader:
         UserError: the data set has no samples by number, or has `fetch` and a collate_fn was given.
 
     The attribute `place` says what was read last, for messages. `drawn` has the names of the
-    generators that the data set was seen to draw from. `may_draw` is False only if the data set is
-    known to draw no random numbers.
+    generators that the data set was seen to draw from, or to seed. `may_draw` is False only if the
+    data set is known to draw no random numbers.
     """
 
     def __init__(
@@ -69,7 +73,8 @@ class Reader:
         if collate_fn is None and _is_plain(dataset):
             self._fetch = self._rows
         self._shared = of_process()
-        self._own = [found for one in datasets_in(dataset) for found in own(one)]
+        self._own: list[Generator] | None = None  # until the first batch is read
+        self._compared = False
 
     def read(self, indices: Indices, seed_of: Callable[[int], int]) -> Any:
         """Read a batch. No other thread may draw random numbers meanwhile.
@@ -86,45 +91,62 @@ class Reader:
         if not self.may_draw:
             return self.read_beside(indices)
         with self.lock:
-            generators = self._generators()
-            before = [generator.get() for generator in generators]
-            suspects: set[str] = set()
-            collating: set[str] = set()
-            while True:
-                collated: set[str] = set()
-                try:
-                    samples = self._samples(indices, seed_of, generators)
-                    if self.collate_fn is None:
-                        batch = self._together(samples)
-                    else:
-                        at_collate = [generator.get() for generator in generators]
-                        batch = self._together(samples)
-                        collated = self._moved(generators, at_collate)
-                finally:
-                    moved = self._moved(generators, before)
-                    for generator, state in zip(generators, before, strict=True):
-                        if generator.name in moved:
-                            generator.put(state)
-                if moved <= self.drawn and not collated:
-                    return batch
-                if collated & collating:
-                    raise UserError(
-                        "collate_fn draws random numbers "
-                        f"({', '.join(sorted(collated & collating))}), which would depend on the "
-                        "number of ranks",
-                        "draw them where the data set gives one sample, in `__getitem__`",
-                    )
-                collating |= collated
-                # Read again. If another thread drew, its draws will not repeat. If the data set
-                # drew, its samples had no seeds yet.
-                self.drawn |= moved & suspects
-                suspects |= moved
-                if self.drawn and self._fetch is not None:
-                    raise UserError(
-                        f"`fetch` of the data set draws random numbers ({self.sources}), which "
-                        "would depend on the number of ranks",
-                        "draw them where the data set gives one sample, in `__getitem__`",
-                    )
+            if self._own is not None:
+                return self._read(indices, seed_of)
+            self._own = before = self._found()
+            batch = self._read(indices, seed_of)
+            self._own = self._found()  # a data set may make its generators in its first samples
+            return batch if len(self._own) == len(before) else self._read(indices, seed_of)
+
+    def _found(self) -> list[Generator]:
+        return [found for one in datasets_in(self.dataset) for found in own(one)]
+
+    def _read(self, indices: Indices, seed_of: Callable[[int], int]) -> Any:
+        generators = self._generators()
+        before = [generator.get() for generator in generators]
+        suspects: set[str] = set()
+        collating: set[str] = set()
+        while True:
+            try:
+                with seedings() as seeded:
+                    batch, collated = self._batch(indices, seed_of, generators)
+            finally:
+                moved = self._moved(generators, before)
+                for generator, state in zip(generators, before, strict=True):
+                    if generator.name in moved:
+                        generator.put(state)
+            touched = moved | seeded
+            if touched <= self.drawn and not collated:
+                return batch
+            if collated & collating:
+                raise UserError(
+                    "collate_fn draws random numbers "
+                    f"({', '.join(sorted(collated & collating))}), which would depend on the "
+                    "number of ranks",
+                    "draw them where the data set gives one sample, in `__getitem__`",
+                )
+            collating |= collated
+            # Read again. If another thread drew, its draws will not repeat. If the data set
+            # drew, its samples had no seeds yet.
+            self.drawn |= touched & suspects
+            suspects |= touched
+            if moved & self.drawn and self._fetch is not None:
+                raise UserError(
+                    f"`fetch` of the data set draws random numbers ({self.sources}), which "
+                    "would depend on the number of ranks",
+                    "draw them where the data set gives one sample, in `__getitem__`",
+                )
+
+    def _batch(
+        self, indices: Indices, seed_of: Callable[[int], int], generators: list[Generator]
+    ) -> tuple[Any, set[str]]:
+        """A batch, and the names of the generators that collate_fn has drawn from."""
+        samples = self._samples(indices, seed_of, generators)
+        if self.collate_fn is None:
+            return self._together(samples), set()
+        before = [generator.get() for generator in generators]
+        batch = self._together(samples)
+        return batch, self._moved(generators, before)
 
     def read_beside(self, indices: Indices) -> Any:
         """Read a batch of a data set that draws no random numbers. Other threads may draw some.
@@ -144,7 +166,21 @@ class Reader:
             number: the step's number.
             places: the samples' positions in the step's whole batch.
         """
-        return self.read(indices, lambda item: mix(seed, SAMPLE_STREAM, number, places[item]))
+
+        def seed_of(item: int) -> int:
+            return mix(seed, SAMPLE_STREAM, number, places[item])
+
+        batch = self.read(indices, seed_of)
+        # One rank looks, at the first batch.
+        look = self.may_draw and not self._compared and places[0] == 0
+        self._compared = True
+        if look and not _same(batch, self.read(indices, seed_of)):
+            logger.warning(
+                "the data set draws from a random generator that was not found, so its samples "
+                "depend on the number of ranks and change after a resume: keep the generator "
+                "as an attribute of the data set"
+            )
+        return batch
 
     @contextmanager
     def naming(self, of: str) -> Iterator[None]:
@@ -162,7 +198,7 @@ class Reader:
         return ", ".join(sorted(self.drawn))
 
     def _generators(self) -> list[Generator]:
-        return self._shared + self._own + of_gpu()
+        return self._shared + (self._own or []) + of_gpu()
 
     def _moved(self, generators: list[Generator], before: list[Any]) -> set[str]:
         return {
@@ -211,6 +247,22 @@ class Reader:
         """A batch of a TensorDataset, as `default_collate` makes it, but in one piece."""
         rows = torch.as_tensor(indices)
         return [tensor[rows] for tensor in self.dataset.tensors]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two batches have the same values. What cannot be compared counts as the same."""
+    ours, theirs = tree_leaves(one), tree_leaves(other)
+    return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    with suppress(Exception):  # somebody's types, or tensors of special layouts
+        if isinstance(a, (Tensor, np.ndarray)):
+            same = (a == b) | ((a != a) & (b != b))  # NaN is like NaN
+            return a.shape == b.shape and bool(same.all())
+        if isinstance(a, (int, float, complex, str, bytes)):
+            return bool(a == b or a != a)
+    return getattr(a, "shape", None) == getattr(b, "shape", None)
 
 
 def check_by_number(dataset: Any) -> None:

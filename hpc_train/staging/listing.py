@@ -196,7 +196,9 @@ def _rewritten(
     """
     source = folders[moved]
     names = {os.fsencode(source), os.fsencode(source.resolve())}
-    own = re.compile(rb"(?:%s)(?![\w.-])" % b"|".join(re.escape(name) for name in names))
+    own = re.compile(
+        rb"(?<![\w./-])(?:%s)(?![\w.-])" % b"|".join(re.escape(name) for name in names)
+    )
     inside = re.compile(re.escape(f"{moved}/bin/") + "[^/]+")
 
     def script(item: Item) -> tuple[str, bytes]:

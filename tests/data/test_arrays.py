@@ -141,12 +141,12 @@ def test_packed_values_become_numbers_and_what_is_missing_nan(tmp_path, here):
         packed = file.create_dataset("t", (3, 4), ">i2", chunks=(1, 4), fillvalue=-99)
         packed[:2] = np.arange(8).reshape(2, 4)
         packed.attrs["scale_factor"], packed.attrs["add_offset"] = np.float64(0.01), 273.15
-        packed.attrs["_FillValue"], packed.attrs["missing_value"] = np.int16(-99), np.int16([5])
+        packed.attrs["_FillValue"], packed.attrs["missing_value"] = np.int16(-99), np.int16([5, 6])
         bytes_ = file.create_dataset("u", data=np.array([[-1, 1, -2]] * 3, "i1"))
         bytes_.attrs["_Unsigned"] = "true"
         bytes_.attrs["_FillValue"] = np.int8(-2)
     expected = np.arange(12, dtype=float).reshape(3, 4) * 0.01 + 273.15
-    expected[1, 1] = expected[2] = np.nan
+    expected[1, 1:3] = expected[2] = np.nan
     arrays = Arrays(tmp_path / "a.nc", ["t", "u"], stack=False)
     found = arrays.fetch(range(3))
     np.testing.assert_array_equal(found["t"].numpy(), expected.astype(np.float32))
@@ -156,18 +156,44 @@ def test_packed_values_become_numbers_and_what_is_missing_nan(tmp_path, here):
     with pytest.raises(DataError, match=r"a.nc: variable t has missing values in rows 1 to 1"):
         refusing.fetch([0, 1])
     statistics = arrays.statistics()
-    assert statistics.missing == {"t": 5, "u": 3}
+    assert statistics.missing == {"t": 6, "u": 3}
     assert statistics.mean["t"] == pytest.approx(np.nanmean(expected), rel=1e-6)
     normal = Arrays(tmp_path / "a.nc", "t", normalise=statistics).fetch(range(2)).numpy()
     assert np.nanmean(normal) == pytest.approx(0, abs=1e-4)
     assert np.nanstd(normal) == pytest.approx(1, rel=1e-4)
 
 
-def test_netcdf_has_a_default_for_what_nobody_has_written(tmp_path, here):
+@pytest.mark.parametrize("note", ["_NCProperties", "_nc3_strict", "_Netcdf4Dimid"])
+def test_netcdf_has_a_default_for_what_nobody_has_written(tmp_path, here, note):
     with h5py.File(tmp_path / "a.nc", "w") as file:
-        file.attrs["_NCProperties"] = "version=2"
+        file.attrs[note] = 2
         file.create_dataset("t", (3, 4), "f4", chunks=(1, 4), fillvalue=9.96921e36)[0] = 1
+        if note == "_Netcdf4Dimid":
+            file["t"].attrs[note] = file.attrs.pop(note)
     assert np.isnan(Arrays(tmp_path / "a.nc", "t")[1].numpy()).all()
+
+
+def test_netcdf_variables_have_the_rows_of_their_unlimited_dimension(tmp_path, here):
+    for number in range(2):
+        with h5py.File(tmp_path / f"{number}.nc", "w") as file:
+            file.attrs["_NCProperties"] = "version=2"
+            made = {"time": 3, "t": 6, "u": 4, "never": 0}
+            for name, rows in made.items():
+                shape, most = ((rows,), (None,)) if name == "time" else ((rows, 2), (None, 2))
+                values = np.full(shape, number)
+                options = {"chunks": (4, 2)[: len(shape)], "fillvalue": 9.96921e36}
+                one = file.create_dataset(name, data=values, dtype="f4", maxshape=most, **options)
+                if name == "time":
+                    one.make_scale("time")
+                else:
+                    one.dims[0].attach_scale(file["time"])
+    paths = [tmp_path / f"{number}.nc" for number in range(2)]
+    for name, rows in made.items():
+        arrays = Arrays(paths, name, window=Window(6, continuous=True, stride=6))
+        found = arrays.fetch(range(2)).numpy().reshape(2, 6, -1)[..., 0]
+        for number in range(2):
+            expected = [number] * rows + [np.nan] * (6 - rows)
+            np.testing.assert_array_equal(found[number], np.array(expected, "f4"))
 
 
 def test_netcdf_files_may_have_no_fill_value(tmp_path, here):
@@ -341,6 +367,16 @@ def test_statistics_of_float64_are_not_rounded(tmp_path):
     assert found.std["time"] == pytest.approx(values.std(), rel=1e-6)
 
 
+def test_equal_values_have_no_deviation_and_infinite_ones_are_refused(tmp_path, here):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["same"] = np.full((10, 33, 57), 0.3)
+        file["far"] = np.array([[1.0], [np.inf], [3.0]], "f4")
+    found = Arrays(tmp_path / "a.h5", "same").statistics()
+    assert (found.mean["same"], found.std["same"]) == (0.3, 0.0)
+    with pytest.raises(DataError, match=r"variable far has infinite values.*missing_value"):
+        Arrays(tmp_path / "a.h5", "far").statistics()
+
+
 def test_statistics_are_written_and_read_with_all_digits(tmp_path):
     made = ArrayStatistics({"t": 1 / 3}, {"t": 0.1}, {"t": 10**12}, {"t": 0})
     made.write(tmp_path / "s.json")
@@ -369,10 +405,10 @@ def test_boxes_with_gaps_are_read_in_one_call_or_run_by_run(tmp_path, here, monk
 @pytest.mark.parametrize(
     ("variables", "options", "message"),
     [
-        ("no", {}, r"variable no: the file has no such variable. It has 33 others, among them: "),
+        ("no", {}, r"variable no: the file has no such variable. It has 35 others, among them: "),
         ([], {}, "no variable is given"),
         (["chunked", "chunked"], {}, "a variable is given twice"),
-        ("shorx", {}, "It has 33 others, among them: short, .*: give one of them"),
+        ("shorx", {}, "It has 35 others, among them: short, .*: give one of them"),
         ("rowless", {}, "variable rowless has no rows: give files with some rows"),
         ("flat", {}, "variable flat cannot be read: an axis has the length 0: leave it out"),
         ("chunked", {"missing": "zero"}, "missing is 'zero'"),
@@ -400,6 +436,12 @@ def test_boxes_with_gaps_are_read_in_one_call_or_run_by_run(tmp_path, here, monk
         ("soft", {}, "it is a link into another file|HDF5 library says"),
         ("virtual", {}, "its values are in other files"),
         ("complex", {}, "its type is complex64"),
+        (
+            "worded",
+            {},
+            r"variable worded: its attribute scale_factor is the text 0.1, and not one number",
+        ),
+        ("marked", {}, r"attribute missing_value is .*, and not 1 to 64 numbers"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, here, monkeypatch, variables, options, message):
@@ -409,6 +451,9 @@ def test_mistakes_are_one_line(tmp_path, here, monkeypatch, variables, options, 
     with h5py.File(path, "a") as file:
         file["short"], file["label"], file["scalar"] = values[:5], values[:, 0, 0], 1.0
         file["text"], file["complex"] = ["a", "b"], values.astype("c8")
+        file["worded"], file["marked"] = values, values
+        file["worded"].attrs["scale_factor"] = "0.1"
+        file["marked"].attrs["missing_value"] = np.zeros(65)
         file.create_dataset("lzf", data=values, compression="lzf")
         file["rowless"], file["flat"] = values[:0], values[:, :0]
         for number in range(20):

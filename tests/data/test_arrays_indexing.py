@@ -169,7 +169,9 @@ def test_an_index_file_needs_no_helper(tmp_path, mpi, monkeypatch):
     with pytest.raises(DataError, match="has no variable t2m: it has chunked, contiguous, text"):
         Arrays(tmp_path / "a.h5", "t2m")
     os.utime(tmp_path / "a.h5", ns=(0, 0))  # the index is of another state of the file
-    with pytest.raises(UserError, match="has no index"):
+    with pytest.raises(
+        UserError, match="has another size or time of change than in its index, and"
+    ):
         Arrays(tmp_path / "a.h5", VARIABLES)
 
 

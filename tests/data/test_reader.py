@@ -7,11 +7,12 @@ import random
 import re
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import GivenUp, Loader, cut
@@ -115,6 +116,118 @@ def test_reading_leaves_the_programs_random_generators_as_they_were(dataset):
         assert states() == before
 
 
+class Transform:
+    def __init__(self):
+        self.rng = np.random.default_rng()
+
+    def __call__(self, x):
+        return x + self.rng.random()
+
+
+class Images:
+    """Its generator lies behind many other attributes, or is made by the first sample."""
+
+    def __init__(self, transform=None):
+        self.paths = [f"{n}.png" for n in range(3000)]
+        self.records = [{"boxes": [n, [n]]} for n in range(3000)]
+        self.transform = transform
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if self.transform is None:
+            self.transform = Transform()
+        return torch.tensor(self.transform(float(index)))
+
+
+class OfItsClass(Images):
+    transform = Transform()
+
+    def __init__(self):
+        pass
+
+
+class Slotted(Transform):
+    __slots__ = ("rng",)
+
+
+def closed():
+    rng = random.Random()
+    return lambda x: x + rng.random()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Images,
+        OfItsClass,
+        lambda: Subset(ConcatDataset([Images(partial(Transform().__call__))]), range(99)),
+        lambda: Images(Slotted()),
+        lambda: Images(closed()),
+        lambda: Images(lambda x: x + MODULES.random()),
+    ],
+)
+def test_generators_are_found_wherever_a_data_set_has_them(make, caplog):
+    expected = batches(make())
+    rest = batches(make(), first=4)
+    assert all(map(torch.equal, rest, expected[3:]))
+    assert "was not found" not in caplog.text
+
+
+MODULES = np.random.default_rng()
+
+
+def test_draws_from_a_generator_that_is_not_found_are_told_once(caplog):
+    class Hidden(Images):
+        def __getitem__(self, index):
+            return torch.tensor(random.SystemRandom().random())
+
+    made = [batches(Hidden(), rank=rank, ranks=2, last=3) for rank in range(2)]
+    assert len(made) == 2
+    assert caplog.text.count("draws from a random generator that was not found") == 1
+
+
+class OwnSeed(OnlyTorch):
+    """It seeds a generator of the process, and restores it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def __getitem__(self, index):
+        if self.kind == "torch":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(index)
+                return torch.randn(3)
+        if self.kind == "numpy":
+            state = np.random.get_state()
+            np.random.seed(index)
+            drawn = np.random.rand()
+            np.random.set_state(state)
+        else:
+            state = random.getstate()
+            random.seed(index)
+            drawn = random.random()
+            random.setstate(state)
+        return torch.tensor(drawn)
+
+
+class FetchingOwnSeed(OwnSeed):
+    def fetch(self, indices):
+        return torch.stack([self[int(index)] for index in indices])
+
+
+@pytest.mark.parametrize("make", [OwnSeed, FetchingOwnSeed])
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_a_data_set_that_seeds_and_restores_is_not_read_ahead(make, kind, caplog):
+    caplog.set_level("INFO", "hpc_train")
+    functions = torch.random.default_generator, np.random.seed, random.setstate
+    batches(make(kind))
+    assert "no batch is read ahead" in caplog.text
+    assert functions == (torch.random.default_generator, np.random.seed, random.setstate)
+
+
 def test_a_data_set_that_draws_is_not_read_ahead(caplog):
     caplog.set_level("INFO", "hpc_train")
     before = {*threading.enumerate()}
@@ -186,7 +299,7 @@ def test_a_draw_by_another_thread_is_not_blamed_on_the_data_set():
 
     dataset = Disturbed()
     assert next(iter(loader(dataset, prefetch=0))).number == 1
-    assert dataset.drawn == 2
+    assert dataset.drawn == 3  # the last time to compare the first batch
 
 
 class Leaving(Noise):
@@ -250,7 +363,9 @@ class Stuck(Noise):
 @pytest.fixture
 def stuck(monkeypatch):
     monkeypatch.setattr("hpc_train.data.loader.DATA_SET_PATIENCE", 0.05)
-    dataset = Stuck(at=3 * BATCH)  # the fourth step, which the thread reads
+    dataset = Stuck(
+        at=4 * BATCH
+    )  # the fourth step, which the thread reads; the first is read twice
     yield dataset
     dataset.go.set()
 

@@ -59,6 +59,7 @@ def test_scripts_run_the_copys_python_and_other_files_stay(tmp_path):
         "bin/long": f"#!/bin/sh\n'''exec' {tmp_path}/other name/bin/python \"$0\" \"$@\"\n' '''\n",
         "bin/activate": f"VIRTUAL_ENV={source}\n",
         "bin/neighbour": f"#!{source}-2/bin/python\n",
+        "bin/below": f"#!/home/u{source}/bin/python\n",
         "bin/shell": "#!/bin/sh\n",
         "bin/program": f"\x7fELF {source}/lib",
         "bin/more/script": f"#!{source}/bin/python\n",

@@ -32,7 +32,7 @@ from hpc_train.data.arrays.statistics import (
 from hpc_train.data.arrays.stored import Stored
 from hpc_train.errors import DataError, HpcTrainError, UserError
 
-LARGEST_SAMPLE = 1 << 31  # bytes of one variable in one sample, which a damaged shape could exceed
+LARGEST_SAMPLE = 1 << 28  # values of one variable in a sample, which a damaged shape could exceed
 
 
 Index = tuple[int, ...]  # one number for each axis
@@ -148,8 +148,8 @@ class Arrays:
         self._parts = parts if window.ahead else parts[:1]
         length = window.steps + window.ahead
         for name, shape in self._shapes.items():
-            if (nbytes := 8 * length * math.prod(shape)) > LARGEST_SAMPLE:
-                raise DataError(f"a sample of {name} takes {nbytes} bytes", "make tiles of it")
+            if (count := length * math.prod(shape)) > LARGEST_SAMPLE:
+                raise DataError(f"a sample takes {count} values of {name}", "make tiles of it")
         pieces = [sum(rows)] if window.continuous else rows
         counts = [max(0, (have - length) // window.stride + 1) for have in pieces]
         self._window_ends = [*accumulate(counts)]
@@ -210,8 +210,8 @@ class Arrays:
             group: the ranks that read together, such as `runtime.world`.
 
         Raises:
-            DataError: a file cannot be read or is damaged, or a variable has only missing values;
-                on all ranks.
+            DataError: a file cannot be read or is damaged, or a variable has infinite values or
+                only missing ones; on all ranks.
         """
         return shared_moments(self.names, self._pieces, group or _Alone())
 

@@ -19,6 +19,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 
 MOST_VARIABLES = 10_000  # variables of one file
 VARIABLES_SHOWN = 20
+MOST_MISSING = 64  # values of a variable that stand for missing ones, in one attribute
 MOST_CHUNKS = 1 << 22  # stored chunks of one variable; each takes 24 bytes on every rank
 ROOM_BYTES = 4 << 30  # memory that the helper may take for a file
 WIDTHS = {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "b": (1,), "f": (2, 4, 8)}
@@ -145,7 +147,7 @@ def _described(file: Any, path: str, variable: Any) -> dict[str, Any]:
     if os.path.realpath(variable.file.filename) != os.path.realpath(path):
         raise _Refused("it is a link into another file; give that file")
     told = {
-        "shape": [int(length) for length in variable.shape],
+        "shape": [_extent(file, variable), *map(int, variable.shape[1:])],
         "dtype": dtype.str,
         "fill": _fill(variable),
         "truth": truth,
@@ -213,16 +215,14 @@ def _conventions(file: Any, variable: Any, dtype: np.dtype[Any]) -> dict[str, An
     import h5py
 
     attributes = variable.attrs
-
-    def number(name: str) -> float | int | None:
-        return _number(attributes[name]) if name in attributes else None
-
-    missing = [number("_FillValue"), number("missing_value")]
+    missing = _numbers(attributes, "_FillValue", 1)
+    by_default = not missing and dtype.itemsize > 1
+    missing += _numbers(attributes, "missing_value", MOST_MISSING)
     plist = variable.id.get_create_plist()
     filled = plist.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
-    if filled and "_NCProperties" in file.attrs and missing[0] is None and dtype.itemsize > 1:
+    if filled and by_default and _is_netcdf(file, variable):
         # NetCDF fills what nobody has written with a default value, and has no attribute for it.
-        missing.append(_fill(variable))
+        missing += [value for value in [_fill(variable)] if value is not None]
     unsigned = attributes.get("_Unsigned")
     if dtype.kind == "i" and str(getattr(unsigned, "decode", lambda: unsigned)()).lower() == "true":
         told_as = dtype.str.replace("i", "u")
@@ -230,13 +230,59 @@ def _conventions(file: Any, variable: Any, dtype: np.dtype[Any]) -> dict[str, An
         missing = [m % size if isinstance(m, int) else m for m in missing]
     else:
         told_as = dtype.str
-    scale, add = number("scale_factor"), number("add_offset")
-    return {
-        "dtype": told_as,
-        "missing": [value for value in missing if value is not None],
-        "scale": 1.0 if scale is None else float(scale),
-        "add": 0.0 if add is None else float(add),
-    }
+    [scale] = _numbers(attributes, "scale_factor", 1) or [1.0]
+    [add] = _numbers(attributes, "add_offset", 1) or [0.0]
+    return {"dtype": told_as, "missing": missing, "scale": float(scale), "add": float(add)}
+
+
+def _is_netcdf(file: Any, variable: Any) -> bool:
+    """Whether the NetCDF library wrote a file. Before 2016 it left no note of itself."""
+    of_file, of_variable = (
+        ("_NCProperties", "_nc3_strict"),
+        ("_Netcdf4Dimid", "_Netcdf4Coordinates"),
+    )
+    return any(one in file.attrs for one in of_file) or any(
+        one in variable.attrs for one in of_variable
+    )
+
+
+def _extent(file: Any, variable: Any) -> int:
+    """Number of rows of a variable. Those behind what is stored were never written.
+
+    The NetCDF library extends a variable only as far as it was written. In NetCDF's own terms, all
+    variables with an unlimited dimension have its length, which is that of the longest one.
+    """
+    stored = int(variable.shape[0])
+    if variable.chunks is None or variable.maxshape[0] is not None:
+        return stored
+    if not _is_netcdf(file, variable):
+        return stored
+    found = [stored]
+    with suppress(Exception):  # a copy may have lost what is referred to
+        listed = variable.attrs.get("DIMENSION_LIST")
+        scale = variable if listed is None else file[listed[0][0]]
+        found.append(int(scale.shape[0]))
+        for reference, axis in scale.attrs.get("REFERENCE_LIST", ()):
+            found.append(int(file[reference].shape[axis]))
+    return max(found)
+
+
+def _numbers(attributes: Any, name: str, most: int) -> list[float | int]:
+    """The numbers of an attribute; none if it is not there."""
+    if name not in attributes:
+        return []
+    found = np.asarray(attributes[name])
+    if not 1 <= found.size <= most or found.dtype.kind not in "iufb":
+        wanted = "one number" if most == 1 else f"1 to {most} numbers"
+        told = " ".join(str(found.tolist()).split())[:40]
+        if found.dtype.kind in "OSU":
+            told = f"the text {told.removeprefix('b')}"
+        raise _Refused(
+            f"its attribute {name} is {told}, and not {wanted}; "
+            "correct the attribute, for instance by ncatted"
+        )
+    values = found.reshape(-1).tolist()
+    return [int(value) for value in values] if found.dtype.kind == "b" else values
 
 
 def _fill(variable: Any) -> float | int | None:

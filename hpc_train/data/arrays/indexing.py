@@ -287,8 +287,11 @@ def helper_process(path: Path) -> Iterator[Helper]:
             yield helper
         return
     if why := fork_server.why_no_processes():
+        state = "has no index"
+        if index_path(path).exists():
+            state = "has another size or time of change than in its index"
         raise UserError(
-            f"{path} has no index, and this rank cannot look into it. MPI runs, and {why}",
+            f"{path} {state}, and this rank cannot look into it. MPI runs, and {why}",
             "call hpc_train.start_workers() at the beginning of the script, or run "
             f"`hpc-train data index {path}` once",
         )

@@ -117,6 +117,8 @@ def moments_of(values: np.ndarray) -> Moments:
         wide = wide[there]
     if not len(wide):
         return 0, 0.0, 0.0, values.size
+    if (wide == wide[0]).all():  # rounding would give a small deviation
+        return len(wide), float(wide[0]), 0.0, values.size - len(wide)
     mean = float(wide.sum()) / len(wide)
     wide -= mean
     return len(wide), mean, float(np.square(wide, out=wide).sum()), values.size - len(wide)
@@ -149,18 +151,19 @@ def shared_moments(
         ranks: the ranks that share the work.
 
     Raises:
-        HpcTrainError: a rank has failed; on all ranks.
+        HpcTrainError: a rank has failed, or a variable has infinite values; on all ranks.
     """
     failed: HpcTrainError | None = None
     mine: dict[str, dict[int, Moments]] = {}
     try:
         for name in names:
             # Two variables need not begin at the same rank, but their pieces are always the same.
-            mine[name] = {
-                number: moments_of(piece())
-                for number, piece in enumerate(read(name))
-                if number % ranks.size == ranks.rank
-            }
+            with np.errstate(over="ignore", invalid="ignore"):  # it is told below, by all ranks
+                mine[name] = {
+                    number: moments_of(piece())
+                    for number, piece in enumerate(read(name))
+                    if number % ranks.size == ranks.rank
+                }
     except HpcTrainError as error:
         failed = error
     except Exception as error:  # noqa: BLE001  # the other ranks must hear of any error
@@ -173,6 +176,11 @@ def shared_moments(
         if not count:
             raise DataError(
                 f"variable {name} has no values that are not missing", "leave the variable out"
+            )
+        if not math.isfinite(mean) or not math.isfinite(squares):
+            raise DataError(
+                f"variable {name} has infinite values, or some too large for a standard deviation",
+                "write NaN or the variable's missing_value in their place",
             )
         found["mean"][name], found["std"][name] = mean, math.sqrt(squares / count)
         found["count"][name], found["missing"][name] = count, missing

@@ -27,6 +27,7 @@ from hpc_train.data.arrays.filters import (
 
 LARGEST_CHUNK = 1 << 30  # bytes of a chunk's values
 LARGEST_LENGTH = 1 << 62  # of an axis, and of all values
+MISSING_LISTED = 66  # values that stand for missing ones
 MOST_AXES = 32  # HDF5 has no more
 # HDF5's deflate makes at most 1032 bytes of one. A file that has more values than this consists of
 # chunks that nobody has written.
@@ -113,7 +114,7 @@ def parse_variable(tree: Any, file_bytes: int) -> Stored:
             f"it claims {nbytes} bytes of values, more than a file of {file_bytes} bytes can hold"
         )
     missing = tree.get("missing")
-    if not isinstance(missing, list) or len(missing) > 3:
+    if not isinstance(missing, list) or len(missing) > MISSING_LISTED:
         raise ValueError("its missing values are no list")
     return Stored(
         shape,
