@@ -277,7 +277,7 @@ def test_an_index_that_claims_more_than_a_file_can_hold(trees):
 def test_an_index_file_that_is_damaged_is_named(tmp_path, text):
     field(tmp_path / "a.h5")
     (tmp_path / "a.h5.index.json").write_text(text, encoding="latin-1")
-    with pytest.raises(DataError, match=r"the index .*a.h5.index.json is damaged"):
+    with pytest.raises(DataError, match=r"the index .*a.h5.index.json cannot be used"):
         Arrays(tmp_path / "a.h5", "chunked")
 
 

@@ -31,7 +31,7 @@ from hpc_train.data.arrays.stored import Stored, parse_variable
 from hpc_train.errors import DataError, UserError
 
 INDEX_SUFFIX = ".index.json"
-INDEX_FORMAT = "hpc_train.arrays/1"
+INDEX_FORMAT = "hpc_train.arrays/2"
 INDEX_SECONDS = 120  # for one file; a table of a million chunks takes some seconds
 ANSWER_BYTES = 1 << 28  # longest answer for one file
 END_SECONDS = 5.0  # for a helper's exit code
@@ -150,7 +150,7 @@ def _kept(path: Path) -> Answer | None:
         return None
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"the index {beside} is damaged ({error})", f"remove it, {_index_again(path)}"
+            f"the index {beside} cannot be used ({error})", f"remove it, {_index_again(path)}"
         ) from None
     return (found, tree["variables"]) if same else None
 
