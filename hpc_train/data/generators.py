@@ -63,8 +63,9 @@ def of_gpu() -> list[Generator]:
 def own(holder: Any) -> list[Generator]:
     """The generators that an object has as attributes, or as attributes of attributes.
 
-    Attributes of classes, items of containers, and what functions name count, too. Python's
-    `SystemRandom` is left out, because it cannot be seeded.
+    Attributes of classes and items of containers count, too, and generators that functions name,
+    directly or through functions of the same module. Python's `SystemRandom` is left out, because
+    it cannot be seeded.
     """
     return [_wrapped(found) for found in _held(holder)]
 
@@ -77,36 +78,45 @@ def seedings() -> Iterator[set[str]]:
     `torch.random.fork_rng`, which restores them.
     """
     noticed: set[str] = set()
-    places = [(torch.random, "default_generator", "torch's")]
-    places += [(np.random, name, "NumPy's") for name in ("seed", "set_state")]
-    places += [(random, name, "Python's") for name in ("seed", "setstate")]
-    before = []
-    for module, name, generator in places:
-        real = getattr(module, name)
-        real = real.real if isinstance(real, _Watched) else real  # another thread is in a block
-        before.append(real)
-        setattr(module, name, _Watched(real, noticed, generator))
+    watched = [
+        (_Watched(module, name, noticed, kind), module, name)
+        for kind, modules, names in SEEDING
+        for module in modules
+        for name in names
+    ]
+    for one, module, name in watched:
+        setattr(module, name, one)
     try:
         yield noticed
     finally:
-        for (module, name, _), real in zip(places, before, strict=True):
-            setattr(module, name, real)
+        for one, module, name in watched:
+            setattr(module, name, one.real)
+
+
+SEEDING: tuple[tuple[str, tuple[ModuleType, ...], tuple[str, ...]], ...] = (
+    ("torch's", (torch, torch.random), ("manual_seed", "seed", "set_rng_state")),
+    ("NumPy's", (np.random,), ("seed", "set_state")),
+    ("Python's", (random,), ("seed", "setstate")),
+)
+"""The functions that seed generators of the process or set their states."""
 
 
 class _Watched:
-    """Stands for a function that seeds a generator, or for the generator of torch's functions."""
+    """Stands for a function that seeds a generator. It is pickled and copied by its name."""
 
-    def __init__(self, real: Any, noticed: set[str], name: str) -> None:
-        self.real, self._noticed, self._name = real, noticed, name
+    def __init__(self, module: ModuleType, name: str, noticed: set[str], kind: str) -> None:
+        real: Any = getattr(module, name)
+        # Another thread may be in such a block, too.
+        self.real: Any = real.real if isinstance(real, _Watched) else real
+        self.__module__, self._name = module.__name__, name
+        self._noticed, self._kind = noticed, kind
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        self._noticed.add(self._name)
+        self._noticed.add(self._kind)
         return self.real(*arguments, **named)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("manual_seed", "seed", "set_state"):
-            self._noticed.add(self._name)
-        return getattr(self.real, name)
+    def __reduce__(self) -> str:
+        return self._name
 
 
 def seed_process(number: int) -> None:
@@ -130,7 +140,7 @@ def _seeds_of_gpus() -> list[Callable[[int], object]]:
 
 
 GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+CONTAINERS = (list, tuple, dict, deque)  # a set has another order on each rank
 WITHOUT_PARTS = (str, bytes, bytearray, int, float, complex, np.generic, np.ndarray, torch.Tensor)
 """They hold no generators, and are passed over."""
 
@@ -142,36 +152,43 @@ def _held(holder: Any) -> Iterator[Any]:
     for _ in range(DEPTH):
         below: list[Any] = []
         for thing in level:
-            if id(thing) in seen or len(seen) == MOST_OBJECTS:
+            if id(thing) in seen:
                 continue
+            if len(seen) == MOST_OBJECTS:
+                return
             seen[id(thing)] = thing
-            if isinstance(thing, GENERATOR_KINDS):
-                if not isinstance(thing, random.SystemRandom):
+            if _is(thing, GENERATOR_KINDS):
+                if not _is(thing, (random.SystemRandom,)):
                     yield thing
-            else:
-                below += _inside(thing)
-        below = [one for one in below if one is not None and not isinstance(one, WITHOUT_PARTS)]
-        level = sorted(below, key=lambda one: isinstance(one, CONTAINERS))  # large ones come last
+            elif len(below) < MOST_OBJECTS:
+                inside = _inside(thing)
+                below += [one for one in inside if one is not None and not _is(one, WITHOUT_PARTS)]
+        level = sorted(below, key=lambda one: _is(one, CONTAINERS))  # large ones come last
+
+
+def _is(thing: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a thing's type is one of these. The thing is not asked: its `__class__` may raise."""
+    return issubclass(type(thing), kinds)
 
 
 def _inside(thing: Any) -> list[Any]:
     """What an object holds: items, attributes, slots (those of a partial, too), and its classes."""
-    if isinstance(thing, ModuleType):
+    if _is(thing, (ModuleType,)):
         return []
-    if isinstance(thing, type):
+    if _is(thing, (type,)):
         return [*vars(thing).values()]
-    if isinstance(thing, FunctionType):
+    if _is(thing, (FunctionType,)):
         return _named(thing)
-    if isinstance(thing, BuiltinMethodType):
+    if _is(thing, (BuiltinMethodType,)):
         return [thing.__self__]
     found: list[Any] = []
     with suppress(Exception):  # whatever somebody's objects raise
-        if isinstance(thing, CONTAINERS):
-            found += islice(thing.values() if isinstance(thing, dict) else thing, MOST_ITEMS)
+        if _is(thing, CONTAINERS):
+            found += islice(thing.values() if _is(thing, (dict,)) else thing, MOST_ITEMS)
         found += islice(getattr(thing, "__dict__", {}).values(), MOST_ITEMS)
     kinds = type(thing).__mro__[:-1]
     for descriptor in (one for kind in kinds for one in vars(kind).values()):
-        if isinstance(descriptor, MemberDescriptorType):
+        if _is(descriptor, (MemberDescriptorType,)):
             with suppress(AttributeError):  # a slot that is empty
                 found.append(descriptor.__get__(thing))
     return [*found, *kinds]
@@ -188,8 +205,8 @@ def _named(function: FunctionType) -> list[Any]:
             found.append(cell.cell_contents)
     for name in function.__code__.co_names:
         one = function.__globals__.get(name)
-        near = isinstance(one, FunctionType) and one.__module__ == function.__module__
-        if near or isinstance(one, GENERATOR_KINDS):
+        near = _is(one, (FunctionType,)) and one.__module__ == function.__module__
+        if near or _is(one, GENERATOR_KINDS):
             found.append(one)
     return found
 

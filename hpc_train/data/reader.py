@@ -172,13 +172,13 @@ class Reader:
 
         batch = self.read(indices, seed_of)
         # One rank looks, at the first batch.
-        look = self.may_draw and not self._compared and places[0] == 0
+        look = self.may_draw and not self._compared and len(places) and places[0] == 0
         self._compared = True
         if look and not _same(batch, self.read(indices, seed_of)):
             logger.warning(
-                "the data set draws from a random generator that was not found, so its samples "
-                "depend on the number of ranks and change after a resume: keep the generator "
-                "as an attribute of the data set"
+                "two reads of the same samples gave different values, so losses may depend "
+                "on the number of ranks and on resumes: keep random generators as attributes of "
+                "the data set, and let its samples depend on nothing else that changes"
             )
         return batch
 

@@ -169,11 +169,11 @@ def test_sigterm_at_the_walltime_queues_again(pbs):
     assert pbs.calls == [f"qsub -v HPC_TRAIN_QUEUED=1,HPC_TRAIN_TASK= {pbs.folder}/job.sh queued="]
 
 
-def test_variables_of_a_directive_of_pbs_are_those_of_the_next_job_too(pbs):
-    """An option of qsub replaces the directive."""
+def test_variables_of_directives_of_pbs_are_those_of_the_next_job_too(pbs):
+    """An option of qsub replaces the directives."""
     asked = replace(PLAIN.resources, directives=["-v FIRST=1", '-v "GIVEN=a b,OTHER"'])
     assert pbs.run("exit 75", resources=asked).returncode == 0
-    told = "HPC_TRAIN_QUEUED=1,HPC_TRAIN_TASK=,GIVEN=a b,OTHER"
+    told = "HPC_TRAIN_QUEUED=1,HPC_TRAIN_TASK=,FIRST=1,GIVEN=a b,OTHER"
     assert pbs.calls == [f"qsub -v {told} {pbs.folder}/job.sh queued="]
 
 

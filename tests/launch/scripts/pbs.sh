@@ -149,7 +149,8 @@ if [ -n "$task" ]; then # a task of an array is submitted again by itself
     grep -v '^#PBS -[Jt] ' "$script" >"$run_dir/job.sh"
     script=$run_dir/job.sh
 fi
-given=$(sed -n 's/^#PBS -v *//p' "$script" | tr -d '"' | tail -n 1) # the option -v replaces this directive
+# The option -v replaces these directives.
+given=$(sed -n 's/^#PBS  *-v *//p' "$script" | sed 's/^"\(.*\)"$/\1/' | paste -sd, -)
 given=${given:+,$given}
 spell "$qsub" ${task:+-v "HPC_TRAIN_TASK=$task$given"} "$script"
 if [ "$code" -eq 0 ]; then
