@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpc_train import files
 from hpc_train.errors import ClaimError, unwritable
@@ -128,12 +128,17 @@ class Owner:
         values = files.parsed_object(content)
         if values is None:
             return None
-        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        place = values.pop("place", None)
+        known: dict[str, Any] = {"place": NOWHERE}
+        parts = place[: len(NOWHERE)] if isinstance(place, list) else []
+        if parts and all(map(_is_like, parts, NOWHERE)):
+            known["place"] = ProcessPlace(*parts)
+        for field in fields(cls):
+            if field.name in values and _is_like(values[field.name], field.default):
+                known[field.name] = values[field.name]
         if len(known) < len(fields(cls)):
             known["process"] = 0
-        place = known.get("place")
-        parts = place[: len(NOWHERE)] if isinstance(place, list) else ()
-        return cls(**{**known, "place": ProcessPlace(*parts)})
+        return cls(**known)
 
     def has_ended(self, seen_by: Owner) -> bool | None:
         """Whether its process is gone; None if the process `seen_by` cannot tell."""
@@ -148,9 +153,15 @@ class Owner:
         return True if rebooted and self.boot != seen_by.boot else None
 
     def __str__(self) -> str:
-        scheduler, _, number = self.place.job.split(":") if self.place.job else ("", "", "")
+        scheduler, _, number = [*self.place.job.split(":"), "", ""][:3]
         process = f"{f'process {self.process}' if self.process else 'a process'} on {self.host}"
         return f"{scheduler.upper()} job {number} ({process})" if number else process
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a value from a claim has the type of its default; None stands for any type."""
+    kind = (int, float) if isinstance(default, float) else type(default)
+    return default is None or isinstance(value, kind)
 
 
 def void(

@@ -220,16 +220,22 @@ def users_of_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, list[Para
     """The modules that use parameters, and which ones; a compiled module uses those inside of it.
 
     torch.compile would cut its graph at the hooks of modules inside of a compiled one. The compiled
-    module's own hooks lie outside of the graph.
+    module's own hooks lie outside of the graph. A module inside of a compiled one that another
+    module has, too, has a hook of its own.
     """
-    inside: set[nn.Module] = set()
-    for module in model.modules():  # outer modules come first
-        if module in inside:
-            continue
-        if compiled := _is_compiled(module):
-            inside.update(module.modules())
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[tuple[nn.Module, list[Parameter]]]:
+        if module in seen:
+            return
+        seen.add(module)
+        compiled = _is_compiled(module)
         if used := list(module.parameters(recurse=compiled)):
             yield module, used
+        for inner in () if compiled else module.children():
+            yield from walk(inner)
+
+    yield from walk(model)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -289,7 +289,9 @@ class Deferring(TorchFunctionMode):
             return Counter({at: count(blank.storage._cdata) - 1 for at, blank in every})
         # Builds of torch for CPUs have that count only in newer versions, not in 2.7.
         alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-        return Counter(at for one in alive if (at := self._blank_of(one)))
+        # Others stand for tensors, such as gradients that would be averaged if they were asked.
+        plain = [one for one in alive if type(one).untyped_storage is Tensor.untyped_storage]
+        return Counter(at for one in plain if (at := self._blank_of(one)))
 
     def describe_whole(self, model: nn.Module) -> str:
         """What says which parameters have values already, and why; "" if none has."""

@@ -156,6 +156,11 @@ def has_synchronized(model: nn.Module) -> bool:
     return any(isinstance(module, _Synchronized) for module in model.modules())
 
 
+FORWARD, BACKWARD, AGAIN, SECOND = range(4)
+"""What ranks add up: statistics, sums for gradients, the statistics again with create_graph, and
+sums for second derivatives."""
+
+
 @dataclass(frozen=True)
 class _Sums:
     """Adds up what a layer has computed on each rank.
@@ -173,17 +178,17 @@ class _Sums:
     number: int
     width: int
 
-    def add(self, values: Tensor, *, backward: bool) -> Tensor:
+    def add(self, values: Tensor, kind: int) -> Tensor:
         """Add up values over the ranks. Collective.
 
         Args:
             values: float64, at most `width`.
-            backward: whether they are those of the backward pass.
+            kind: FORWARD, BACKWARD, AGAIN or SECOND.
 
         Raises:
             UserError: the ranks compute different layers; on all of them.
         """
-        call = 2 * self.number + backward + 1
+        call = 4 * self.number + kind + 1
         head = values.new_tensor([call, call * call])
         sums = torch.cat([head, values, values.new_zeros(max(0, self.width - len(values)))])
         self.over.sum_(sums)
@@ -230,7 +235,7 @@ def _statistics(x: Tensor, about: Tensor | None, over: _Sums) -> tuple[Tensor, T
     far = mean.double() - shift
     number = torch.full((1,), count, dtype=torch.float64, device=x.device)
     values = torch.cat([number, count * far, count * (var.double() + far.square())])
-    sums = over.add(values, backward=False)
+    sums = over.add(values, FORWARD)
     total = float(sums[0])
     if total <= 1:
         raise ValueError(
@@ -257,6 +262,7 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
         ctx.count, ctx.eps, ctx.over = count, eps, over
+        weight, bias = (one if one is None else one.to(mean.dtype) for one in (weight, bias))
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -265,11 +271,13 @@ class _Normalize(torch.autograd.Function):
         shape = [1, -1, *[1] * (x.dim() - 2)]
         if torch.is_grad_enabled():  # create_graph: x changes the gradient by its statistics, too
             far = x - mean.view(shape)
-            _, (first, second) = _sums_and_means(ctx, far, far.square())
+            _, (first, second) = _sums_and_means(ctx, AGAIN, far, far.square())
             mean, scale = mean + first, (second - first.square() + ctx.eps).rsqrt()
         wide = dy.to(mean.dtype)
         normal = (x - mean.view(shape)) * scale.view(shape)  # (B, C, ...)
-        (d_bias, d_weight), (mean_dy, mean_product) = _sums_and_means(ctx, wide, wide * normal)
+        (d_bias, d_weight), (mean_dy, mean_product) = _sums_and_means(
+            ctx, BACKWARD, wide, wide * normal
+        )
         dx = wide - mean_dy.view(shape) - normal * mean_product.view(shape)
         by = scale if weight is None else scale * weight
         dx = (dx * by.view(shape)).to(x.dtype)
@@ -282,10 +290,10 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def _sums_and_means(ctx: Any, *values: Tensor) -> tuple[Tensor, Tensor]:
+def _sums_and_means(ctx: Any, kind: int, *values: Tensor) -> tuple[Tensor, Tensor]:
     """The sums of each channel over this rank's values, and the means over all ranks' values."""
     sums = torch.stack([value.sum(_but_channels(value)) for value in values])
-    total = _SumBackward.apply(sums.double().flatten(), ctx.over).view_as(sums)
+    total = _SumBackward.apply(sums.double().flatten(), ctx.over, kind).view_as(sums)
     return sums, (total / ctx.count).to(sums.dtype)
 
 
@@ -293,13 +301,13 @@ class _SumBackward(torch.autograd.Function):
     """Adds up what the ranks have in a backward pass. The gradient of that is such a sum, too."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, over: _Sums) -> Tensor:
+    def forward(ctx: Any, values: Tensor, over: _Sums, kind: int) -> Tensor:
         ctx.over = over
-        return over.add(values, backward=True)
+        return over.add(values, kind)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _SumBackward.apply(dy, ctx.over), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _SumBackward.apply(dy, ctx.over, SECOND), None, None
 
 
 def _but_channels(x: Tensor) -> list[int]:

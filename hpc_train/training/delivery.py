@@ -60,7 +60,10 @@ class Delivery(LoopLife):
         self._taken = 0  # the number of the step that was taken last
         self._scales: list[float] = []  # the scales of torch's GradScalers before that batch
         self._computing = False  # a batch was given, and the ranks have not met since then
-        self._in_step = False  # an optimizer's step has begun, and has not ended
+        self._stepping: set[int] = set()  # ids of optimizers whose step has begun, and not ended
+        self._stepped: set[int] = set()  # ids of those that have stepped since a batch was given
+        self._optimizers = {id(optimizer)}  # ids of all whose steps count
+        self._habits: set[frozenset[int]] = set()  # ids of those that have stepped in whole batches
         self._looked = False  # whether the registered objects were checked after the first step
         self.accumulate = 1
         """The number of micro-batches, and so of backward passes, in the step."""
@@ -172,6 +175,8 @@ class Delivery(LoopLife):
                 self.step_due = number == len(step.micro_batches) - 1
                 yield micro_batch.data
             self._leave_step()
+            self._habits.add(frozenset(self._stepped))
+            self._stepped.clear()
             records.report.last_step = self._taken
             # Some objects make their state in the first step. If a checkpoint cannot hold it, the
             # error should not wait until the first save.
@@ -216,17 +221,20 @@ class Delivery(LoopLife):
                 "call loop.backward(loss) in place of loss.backward()",
             )
 
-    def _begin_step(self, *_: Any) -> None:
-        """A hook before the optimizer's step."""
+    def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """A hook before an optimizer's step."""
         self._check_due("optimizer.step()")
-        self._in_step = True
+        self._stepping.add(id(optimizer))
 
-    def _end_step(self, *_: Any) -> None:
-        """A hook after the optimizer's step."""
-        self._in_step, self._taken = False, self._given
+    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """A hook after an optimizer's step."""
+        self._stepping.discard(id(optimizer))
+        self._stepped.add(id(optimizer))
+        self._taken = self._given
 
     def _count_steps_of(self, optimizer: Optimizer) -> None:
         """Let the steps of another optimizer count too: a checkpoint after one has that step."""
+        self._optimizers.add(id(optimizer))
         self._hooks += [
             before_step(optimizer, partial(Delivery._begin_step, self)),
             after_step(optimizer, partial(Delivery._end_step, self)),
@@ -235,7 +243,8 @@ class Delivery(LoopLife):
     @contextmanager
     def _until_end(self) -> Iterator[None]:
         """Let the end of the program end this loop if the user has left it open."""
-        self._in_step = False
+        self._stepping.clear()
+        self._stepped.clear()
         try:
             with super()._until_end():
                 yield
@@ -250,8 +259,13 @@ class Delivery(LoopLife):
         self._leave_step()
         stop.leave(self.group)
         what = "the step in which the loop was left"
-        same(self.group, what, f"{self._taken} {self._in_step}", "let all ranks leave it together")
-        if not self._in_step:  # else a step was interrupted, and the state is incomplete
+        # A step that was interrupted leaves the state incomplete. So may one between the steps of
+        # two optimizers, unless earlier batches had steps of the same ones only.
+        whole = not self._stepping and (
+            self._stepped in (set(), self._optimizers) or self._stepped in self._habits
+        )
+        same(self.group, what, f"{self._taken} {whole}", "let all ranks leave it together")
+        if whole:
             self.saving.last(self.checkpoints, self._taken)
 
     def _stop_requests(self) -> StopRequests:

@@ -110,7 +110,7 @@ class Stepping(Delivery):
                 "call loop.backward(loss) in place of loss.backward()",
             )
 
-    def _begin_step(self, *arguments: Any) -> None:
+    def _begin_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         """A hook before the optimizer's step. With `precision` only `step` may call that."""
         if self.scaler is not None and not self._may_step:
             raise UserError(
@@ -118,11 +118,11 @@ class Stepping(Delivery):
                 "optimizer.step() was called, which does not skip gradients that are not finite",
                 "call loop.step()",
             )
-        super()._begin_step(*arguments)
+        super()._begin_step(optimizer, *arguments)
 
-    def _end_step(self, *arguments: Any) -> None:
+    def _end_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         """A hook after the optimizer's step."""
-        super()._end_step(*arguments)
+        super()._end_step(optimizer, *arguments)
         self._clipped = False
 
     def _clip_in_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

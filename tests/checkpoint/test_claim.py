@@ -174,8 +174,9 @@ def test_a_claim_whose_maker_died_before_it_had_written_it_blocks_for_moments(tm
         lambda told: told | {"place": [*told["place"], "new"]},
         lambda told: {key: told[key] for key in told.keys() - {"begin", "place"}},
         lambda told: {"owner": told},
+        lambda told: told | {"place": ["x"], "timeout": None, "process": "1"},
     ],
-    ids=["more", "longer", "less", "other"],
+    ids=["more", "longer", "less", "other", "odd"],
 )
 def test_a_claim_of_another_version_is_respected_while_it_has_a_heartbeat(tmp_path, change):
     take_claim(tmp_path, living()).release()

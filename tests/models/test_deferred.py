@@ -234,11 +234,20 @@ class Elsewhere(nn.Module):
         self.loaded.load_state_dict(state)
 
 
+class Unasked(torch.Tensor):
+    """Of another part of the program. It must not be asked for its memory."""
+
+    def untyped_storage(self):
+        raise AssertionError
+
+
 @pytest.mark.parametrize("counted", [True, False], ids=["by torch", "by Python"])
 def test_tensors_elsewhere_in_the_model_have_their_values(monkeypatch, counted):
+    unasked = torch.zeros(3).as_subclass(Unasked)
     if not counted:  # as in older builds of torch for CPUs
         monkeypatch.delattr(torch._C, "_storage_Use_Count", raising=False)
     model, told = built(Elsewhere)
+    del unasked
     assert "of parameters whole, because" in told
     values(model)
     assert torch.equal(model.one.weight, torch.full((3, 3), 4.0))

@@ -116,6 +116,23 @@ def test_a_rank_without_samples_adds_nothing(job):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_ranks_of_which_only_some_create_a_graph_are_refused(job):
+    model = domains(connect(job.world))
+    loss = model[0](torch.randn(4, 3).double().requires_grad_()).square().sum()
+    with pytest.raises(UserError, match="the ranks do not all compute BatchNorm layer"):
+        loss.backward(create_graph=job.world.rank == 0)
+
+
+@pytest.mark.mpi
+def test_a_model_in_bfloat16_has_statistics_in_float32(job):
+    over = connect(job.world)
+    model = domains(over).bfloat16()
+    y = model[0](torch.randn(8, 3).bfloat16())
+    y.square().sum().backward()
+    assert y.dtype == model[0].weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("backward", [False, True])
 def test_ranks_in_different_layers_are_refused(job, backward):
     over = connect(job.world)

@@ -493,7 +493,7 @@ def test_a_grad_scaler_of_the_users_own_is_resumed_after_a_step_that_it_skipped(
     equal(resumed, state)
 
 
-def adversaries(started, folder, *, every, stop_at=0):
+def adversaries(started, folder, *, every, stop_at=0, each=3, leave_at=0):
     """The weights after a critic has stepped in each batch, and a generator in each third one."""
     torch.manual_seed(0)
     generator, critic = (torch.nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
@@ -507,7 +507,9 @@ def adversaries(started, folder, *, every, stop_at=0):
                 critic.zero_grad()
                 (critic(generator(inputs)) - critic(inputs)).square().mean().backward()
                 second.step()
-                if loop.step_number % 3 == 0:
+                if loop.step_number == leave_at:
+                    raise KeyError(leave_at)
+                if loop.step_number % each == 0:
                     generator.zero_grad()
                     critic(generator(inputs)).sin().mean().backward()
                     first.step()
@@ -522,6 +524,14 @@ def test_a_resumed_run_repeats_no_step_of_another_optimizer(job, together, stop_
     expected = adversaries(job, together / "whole", every=2)
     adversaries(job, together / "stopped", every=0, stop_at=stop_at)
     equal(adversaries(job, together / "stopped", every=2), expected)
+
+
+@pytest.mark.mpi
+def test_a_batch_that_was_left_between_two_optimizers_steps_is_computed_again(job, together):
+    expected = adversaries(job, together / "whole", every=2, each=1)
+    with pytest.raises(KeyError):
+        adversaries(job, together / "left", every=2, each=1, leave_at=5)
+    equal(adversaries(job, together / "left", every=2, each=1), expected)
 
 
 @pytest.mark.mpi
