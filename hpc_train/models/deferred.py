@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -154,6 +154,10 @@ def _repeat(writes: Sequence[Write], flat: Tensor) -> None:
             write.repeat(flat)
 
 
+OF_MEMORY = ("untyped_storage", "__torch_dispatch__")
+"""Methods that a tensor with memory of its own does not change."""
+
+
 class Deferring(TorchFunctionMode):
     """A context in which tensors get no values yet, where that is possible.
 
@@ -289,9 +293,14 @@ class Deferring(TorchFunctionMode):
             return Counter({at: count(blank.storage._cdata) - 1 for at, blank in every})
         # Builds of torch for CPUs have that count only in newer versions, not in 2.7.
         alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-        # Others stand for tensors, such as gradients that would be averaged if they were asked.
-        plain = [one for one in alive if type(one).untyped_storage is Tensor.untyped_storage]
-        return Counter(at for one in plain if (at := self._blank_of(one)))
+        found = Counter[int]()
+        for one in alive:
+            # Others stand for tensors, as those that torch.compile computes with, and gradients
+            # that would be averaged if they were asked.
+            with suppress(RuntimeError):
+                if all(getattr(type(one), n) is getattr(Tensor, n) for n in OF_MEMORY):
+                    found[self._blank_of(one)] += 1
+        return found
 
     def describe_whole(self, model: nn.Module) -> str:
         """What says which parameters have values already, and why; "" if none has."""
