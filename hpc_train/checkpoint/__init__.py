@@ -8,6 +8,7 @@ content     all that is saved and restored; what of it a rank holds
 buffers     the same buffers on all replicas; a warning where they differed
 checks      whether it can be saved, is the same on all replicas, and is finite
 claim       one writer for a directory
+owner       who that is, whether it has ended, and when another may follow
 catalogue   names of files, which there are, and a list of them: without torch
 
 For one file:

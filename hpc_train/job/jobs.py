@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from hpc_train.checkpoint.claim import Jobs, ProcessPlace
+from hpc_train.checkpoint.owner import Jobs, ProcessPlace
 from hpc_train.host import programs
 from hpc_train.job.deadline import SCHEDULER_PATIENCE
 from hpc_train.launch.protocol import LAUNCH, RESTARTS

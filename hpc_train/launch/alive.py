@@ -6,7 +6,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_train.checkpoint.claim import FOLDER, NOWHERE, Owner
+from hpc_train.checkpoint.claim import FOLDER
+from hpc_train.checkpoint.owner import NOWHERE, Owner
 from hpc_train.files import lines_of
 from hpc_train.launch.recent import LAST_BYTES
 

@@ -16,8 +16,10 @@ import pytest
 
 from hpc_train import files
 from hpc_train.checkpoint import claim as claims
+from hpc_train.checkpoint import owner as owners
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
-from hpc_train.checkpoint.claim import Claim, Jobs, Owner, ProcessPlace, claimed, take_claim, void
+from hpc_train.checkpoint.claim import Claim, claimed, take_claim
+from hpc_train.checkpoint.owner import NOWHERE, Jobs, Owner, ProcessPlace, void
 from hpc_train.errors import ClaimError, ConfigError
 from hpc_train.host.process import begun_ticks
 from hpc_train.mpi.group import Group
@@ -46,7 +48,7 @@ def processes():
         process.wait()
 
 
-def living(place: ProcessPlace = claims.NOWHERE, timeout: float = 1800.0) -> Owner:
+def living(place: ProcessPlace = NOWHERE, timeout: float = 1800.0) -> Owner:
     """A process that is there, and is neither this one nor that of the call before."""
     OTHERS.rotate()
     here = Owner.here(place, timeout)
@@ -144,7 +146,7 @@ def test_a_directory_that_was_removed_is_told(tmp_path):
 
 def test_processes_of_others_that_proc_hides_may_live(monkeypatch):
     mine, other = living(), living()
-    monkeypatch.setattr(claims, "begun_ticks", lambda process: None)
+    monkeypatch.setattr(owners, "begun_ticks", lambda process: None)
     assert other.has_ended(mine)
     assert replace(other, user=mine.user + 1).has_ended(mine) is None
 

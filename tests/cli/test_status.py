@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.checkpoint.claim import NOWHERE, Owner, ProcessPlace, take_claim
+from hpc_train.checkpoint.claim import take_claim
+from hpc_train.checkpoint.owner import NOWHERE, Owner, ProcessPlace
 from tests.cli.desk import QSTAT, Desk
 from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line, run
 from tests.waiting import PATIENCE

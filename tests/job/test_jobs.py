@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hpc_train.checkpoint.claim import ProcessPlace
+from hpc_train.checkpoint.owner import ProcessPlace
 from hpc_train.job import jobs
 from hpc_train.launch import protocol
 

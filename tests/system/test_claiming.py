@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from hpc_train.checkpoint import claim as claims
-from hpc_train.checkpoint.claim import Owner, take_claim
+from hpc_train.checkpoint.claim import take_claim
+from hpc_train.checkpoint.owner import NOWHERE, Owner
 from hpc_train.errors import ClaimError
 from hpc_train.host.process import begun_ticks
 from tests.job.test_leaving import Job
@@ -17,7 +18,7 @@ from tests.training.test_trainer import config, make, records
 def give_to_another(directory) -> None:
     """As the command does that is named to the user, and a job that starts then."""
     shutil.rmtree(directory / ".claim")
-    take_claim(directory, Owner.here(claims.NOWHERE, 1800.0))
+    take_claim(directory, Owner.here(NOWHERE, 1800.0))
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_a_directory_that_is_in_use_is_refused_to_all_ranks(job, together, monke
     monkeypatch.setattr(claims, "OWNER_PATIENCE", 0.2)
     parent = begun_ticks(1)
     if job.world.rank == 0:
-        living = Owner.here(claims.NOWHERE, 1800.0).__dict__ | {"process": 1, "begin": parent}
+        living = Owner.here(NOWHERE, 1800.0).__dict__ | {"process": 1, "begin": parent}
         held = take_claim(together, Owner(**living))
     job.world.barrier()
     with pytest.raises(ClaimError, match=r"is in use by process 1 on .*rm -r .*/\.claim`"):
