@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpc_train.collectives.overwrite import bits, bring_back
 from hpc_train.collectives.protocol import WIDENED, Done, Pending
+from hpc_train.collectives.streams import stream_now
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.traffic import Operation
 from hpc_train.mpi.watch import Watch
@@ -28,7 +29,6 @@ MPI_TYPES = {
     torch.int32: MPI.INT32_T,
     torch.int64: MPI.INT64_T,
 }
-GPUS = ("cuda", "xpu")
 LARGEST_MESSAGE = 1 << 30  # MPI-3 counts are C ints, and some transports fail near 2 GiB
 
 
@@ -70,10 +70,10 @@ class InThread:
         """Wait for the thread; returns the result."""
         with self.group.waiting(f"a collective over {self.group.size} ranks"):
             result = self.future.result()
-        if result.device.type in GPUS:
+        if (stream := stream_now(result)) is not None:
             # The thread's stream made it. Its memory must not be used again before this stream
             # has done its work with it.
-            result.record_stream(_stream_of(result))
+            result.record_stream(stream)
         return result
 
     def done(self) -> bool:
@@ -271,15 +271,10 @@ def _type(tensor: Tensor) -> MPI.Datatype:
 
 def work_of(tensor: Tensor) -> Callable[[], None]:
     """A function that waits until the tensor's GPU has done what this thread has told it by now."""
-    if tensor.device.type not in GPUS:
+    if (stream := stream_now(tensor)) is None:
         return _nothing
-    waits: Callable[[], None] = _stream_of(tensor).record_event().synchronize
+    waits: Callable[[], None] = stream.record_event().synchronize
     return waits
-
-
-def _stream_of(tensor: Tensor) -> Any:
-    """The stream that gets what this thread tells the tensor's GPU."""
-    return getattr(torch, tensor.device.type).current_stream(tensor.device)
 
 
 def _nothing() -> None:

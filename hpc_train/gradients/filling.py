@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from hpc_train.collectives.streams import stream_now
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.pending import has_graph, looked_too_early
@@ -25,7 +26,7 @@ from hpc_train.gradients.slots import (
     Slot,
     slots_of_buckets,
 )
-from hpc_train.gradients.sums import Sums, stream_now
+from hpc_train.gradients.sums import Sums
 
 ENGINE = torch.autograd.Variable._execution_engine
 CONVERT_BEFORE = "convert the model and change the optimizer before averaging is set up"

@@ -19,6 +19,7 @@ from hpc_train.collectives import Collectives
 from hpc_train.collectives.coroutines import Coroutine
 from hpc_train.collectives.node import NodeMemory, aligned, own_pages, sum_into
 from hpc_train.collectives.ring import Cross
+from hpc_train.collectives.streams import stream_now
 from hpc_train.errors import SetupError
 from hpc_train.gradients.buckets import Bucket, Slab
 from hpc_train.gradients.compression import Compressor
@@ -297,13 +298,6 @@ class CollectiveSums:
 
     def close(self) -> None:
         """Do nothing: no memory is shared."""
-
-
-def stream_now(tensor: Tensor) -> Any:
-    """The stream of a tensor's GPU that this thread's work goes to; None for a processor."""
-    if tensor.is_cpu:
-        return None
-    return getattr(torch, tensor.device.type).current_stream(tensor.device)
 
 
 def _private(buckets: Sequence[Bucket]) -> list[Tensor]:
