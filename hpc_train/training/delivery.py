@@ -259,10 +259,11 @@ class Delivery(LoopLife):
         self._leave_step()
         stop.leave(self.group)
         what = "the step in which the loop was left"
-        # A step that was interrupted leaves the state incomplete. So may one between the steps of
-        # two optimizers, unless earlier batches had steps of the same ones only.
+        # The state is incomplete if a step was interrupted. If some optimizers have stepped and
+        # others have not, it is complete only if that is usual and no error has come between.
+        usual = set() if self._raised else self._habits
         whole = not self._stepping and (
-            self._stepped in (set(), self._optimizers) or self._stepped in self._habits
+            self._stepped in (set(), self._optimizers) or self._stepped in usual
         )
         same(self.group, what, f"{self._taken} {whole}", "let all ranks leave it together")
         if whole:

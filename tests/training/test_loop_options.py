@@ -527,11 +527,14 @@ def test_a_resumed_run_repeats_no_step_of_another_optimizer(job, together, stop_
 
 
 @pytest.mark.mpi
-def test_a_batch_that_was_left_between_two_optimizers_steps_is_computed_again(job, together):
-    expected = adversaries(job, together / "whole", every=2, each=1)
+@pytest.mark.parametrize(("each", "leave_at"), [(1, 5), (3, 6)])
+def test_a_batch_that_was_left_between_two_optimizers_steps_is_computed_again(
+    job, together, each, leave_at
+):
+    expected = adversaries(job, together / "whole", every=2, each=each)
     with pytest.raises(KeyError):
-        adversaries(job, together / "left", every=2, each=1, leave_at=5)
-    equal(adversaries(job, together / "left", every=2, each=1), expected)
+        adversaries(job, together / "left", every=2, each=each, leave_at=leave_at)
+    equal(adversaries(job, together / "left", every=2, each=each), expected)
 
 
 @pytest.mark.mpi
