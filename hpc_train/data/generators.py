@@ -70,6 +70,14 @@ def own(holder: Any) -> list[Generator]:
     return [_wrapped(found) for found in _held(holder)]
 
 
+SEEDING: tuple[tuple[str, tuple[ModuleType, ...], tuple[str, ...]], ...] = (
+    ("torch's", (torch, torch.random), ("manual_seed", "seed", "set_rng_state")),
+    ("NumPy's", (np.random,), ("seed", "set_state")),
+    ("Python's", (random,), ("seed", "setstate")),
+)
+"""The functions that seed generators of the process or set their states."""
+
+
 @contextmanager
 def seedings() -> Iterator[set[str]]:
     """Notice who seeds generators of the process, or sets their states, in this block.
@@ -91,14 +99,6 @@ def seedings() -> Iterator[set[str]]:
     finally:
         for one, module, name in watched:
             setattr(module, name, one.real)
-
-
-SEEDING: tuple[tuple[str, tuple[ModuleType, ...], tuple[str, ...]], ...] = (
-    ("torch's", (torch, torch.random), ("manual_seed", "seed", "set_rng_state")),
-    ("NumPy's", (np.random,), ("seed", "set_state")),
-    ("Python's", (random,), ("seed", "setstate")),
-)
-"""The functions that seed generators of the process or set their states."""
 
 
 class _Watched:
@@ -158,7 +158,7 @@ def _held(holder: Any) -> Iterator[Any]:
                 return
             seen[id(thing)] = thing
             if _is(thing, GENERATOR_KINDS):
-                if not _is(thing, (random.SystemRandom,)):
+                if not _is(thing, random.SystemRandom):
                     yield thing
             elif len(below) < MOST_OBJECTS:
                 inside = _inside(thing)
@@ -166,29 +166,29 @@ def _held(holder: Any) -> Iterator[Any]:
         level = sorted(below, key=lambda one: _is(one, CONTAINERS))  # large ones come last
 
 
-def _is(thing: Any, kinds: tuple[type, ...]) -> bool:
+def _is(thing: Any, kinds: type | tuple[type, ...]) -> bool:
     """Whether a thing's type is one of these. The thing is not asked: its `__class__` may raise."""
     return issubclass(type(thing), kinds)
 
 
 def _inside(thing: Any) -> list[Any]:
     """What an object holds: items, attributes, slots (those of a partial, too), and its classes."""
-    if _is(thing, (ModuleType,)):
+    if _is(thing, ModuleType):
         return []
-    if _is(thing, (type,)):
+    if _is(thing, type):
         return [*vars(thing).values()]
-    if _is(thing, (FunctionType,)):
+    if _is(thing, FunctionType):
         return _named(thing)
-    if _is(thing, (BuiltinMethodType,)):
+    if _is(thing, BuiltinMethodType):
         return [thing.__self__]
     found: list[Any] = []
     with suppress(Exception):  # whatever somebody's objects raise
         if _is(thing, CONTAINERS):
-            found += islice(thing.values() if _is(thing, (dict,)) else thing, MOST_ITEMS)
+            found += islice(thing.values() if _is(thing, dict) else thing, MOST_ITEMS)
         found += islice(getattr(thing, "__dict__", {}).values(), MOST_ITEMS)
     kinds = type(thing).__mro__[:-1]
     for descriptor in (one for kind in kinds for one in vars(kind).values()):
-        if _is(descriptor, (MemberDescriptorType,)):
+        if _is(descriptor, MemberDescriptorType):
             with suppress(AttributeError):  # a slot that is empty
                 found.append(descriptor.__get__(thing))
     return [*found, *kinds]
@@ -205,7 +205,7 @@ def _named(function: FunctionType) -> list[Any]:
             found.append(cell.cell_contents)
     for name in function.__code__.co_names:
         one = function.__globals__.get(name)
-        near = _is(one, (FunctionType,)) and one.__module__ == function.__module__
+        near = _is(one, FunctionType) and one.__module__ == function.__module__
         if near or _is(one, GENERATOR_KINDS):
             found.append(one)
     return found

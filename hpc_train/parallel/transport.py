@@ -161,7 +161,7 @@ class Transport:
             return torch.empty(shape, dtype=dtype, pin_memory=pinned)
         if free := self._pool.get(form):
             near, wait = free.popleft()
-        else:  # torch may give memory of which the device has not read the last numbers yet
+        else:  # the device may still be reading the memory that torch gives
             near = torch.empty(shape, dtype=dtype, device=self.device)
             wait = self._work_of(near)
         wait()

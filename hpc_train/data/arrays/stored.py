@@ -27,7 +27,7 @@ from hpc_train.data.arrays.filters import (
 
 LARGEST_CHUNK = 1 << 30  # bytes of a chunk's values
 LARGEST_LENGTH = 1 << 62  # of an axis, and of all values
-MISSING_LISTED = 66  # values that stand for missing ones
+MISSING_LISTED = 66  # values that stand for missing ones: of the attributes, and a default
 MOST_AXES = 32  # HDF5 has no more
 # HDF5's deflate makes at most 1032 bytes of one. A file that has more values than this consists of
 # chunks that nobody has written.
