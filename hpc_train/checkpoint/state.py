@@ -260,7 +260,7 @@ def optimizer_values(trained: TrainingState) -> dict[str, Any]:
 
 
 def model_values(trained: TrainingState) -> dict[str, str]:
-    """What the tensors of a model do not tell themselves, by name in `model_tensors`.
+    """What the tensors of a model alone do not show, by name in `model_tensors`.
 
     That is `COMPLEX` for a tensor that is saved as pairs. For each further name of a tensor it is
     the first name.

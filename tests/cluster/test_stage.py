@@ -79,7 +79,12 @@ def test_each_host_gets_a_copy_and_each_link_carries_it_once(cluster, source):
 
 
 def test_a_host_without_room_is_named_and_no_host_keeps_a_part(cluster, source):
-    disk = "mkdir -p /dev/shm/disk && mount -t tmpfs -o size=1m tmpfs /dev/shm/disk"
+    missing = cluster.run(copying(source, Path("/dev/shm/disk")), 4, "node")
+    assert missing.returncode == 2
+    assert "/dev/shm/disk is not a folder on this node" in only_line(missing.stderr)
+    for name in cluster.names:
+        assert cluster.on(name, ["mkdir", "/dev/shm/disk"]).returncode == 0
+    disk = "mount -t tmpfs -o size=1m tmpfs /dev/shm/disk"
     assert cluster.on("node3", ["sh", "-c", disk]).returncode == 0
     done = cluster.run(copying(source, Path("/dev/shm/disk")), 4, "node")
     assert done.returncode == 2
