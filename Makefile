@@ -92,6 +92,7 @@ test-gpu:
 lint: setup
 	ruff format --check
 	ruff check
+	ruff check --preview --select PLW1514 bootstrap.py benchmarks docs hpc_train  # names encodings
 	mypy
 	lint-imports
 	python -m pytest --noconftest --quiet tests/test_house.py

@@ -130,7 +130,7 @@ def drop_cache(folder: Path) -> str:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
     try:
-        DROP_CACHES.write_text("1")
+        DROP_CACHES.write_text("1", encoding="utf-8")
     except OSError:
         return "posix_fadvise"
     return f"posix_fadvise and {DROP_CACHES}"
@@ -174,7 +174,7 @@ def timed(batches: Iterator[Pair], wanted: Pass) -> float:
 
 def counted() -> dict[str, int]:
     """Bytes that this process, and its children that have ended, have read so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
+    lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     numbers = {name: int(value) for name, value in (line.split(": ") for line in lines)}
     return {DISK: numbers["read_bytes"], ASKED: numbers["rchar"]}
 

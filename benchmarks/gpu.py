@@ -134,7 +134,7 @@ def main() -> None:
             print(f"{result.name} {result.state}: {result.text}", flush=True)
             line = json.dumps(about | {"results": [asdict(one) for one in results]})
             if options.json:  # after each check, as the next one may end the machine
-                Path(options.json).write_text(f"{line}\n")
+                Path(options.json).write_text(f"{line}\n", encoding="utf-8")
         show(results, lab.device)
     print(line)
     sys.exit(any(one.state == "failed" for one in results))

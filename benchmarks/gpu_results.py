@@ -202,7 +202,7 @@ def read(lab: Lab) -> Found:
         # All rows at once: products of other sizes may differ in the last bit, and move ranks.
         more = ["--scores", f"{out}.json", "--batch", "512"]
         lab.command(*words, *more, ranks=ranks, gpu=gpu)
-        scores.append(json.loads(Path(f"{out}.json").read_text()))
+        scores.append(json.loads(Path(f"{out}.json").read_text(encoding="utf-8")))
     off = max(abs(scores[0][name] - value) for name, value in scores[1].items())
     assert off < CLOSE, f"scores differ by {off:.1e}"
     return Found(f"the same text; scores of a table differ by {off:.1e}", {"difference": off})

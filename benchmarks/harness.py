@@ -79,7 +79,7 @@ def on_ranks(ranks: int, module: str, *arguments: str, bind: bool = True) -> Any
         words = [sys.executable, "-m", module, "--result", str(result), *arguments]
         command = [*mpirun(ranks, bind=bind), *words]
         subprocess.run(command, env=environ(), check=True)
-        return json.loads(result.read_text())
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def memory_for(ranks: int, mib: int) -> bool:
@@ -134,7 +134,7 @@ def on_hosts(cluster: Any, by: str, module: str, *arguments: str, timeout: float
         done = cluster.run(command, len(cluster.names) * cluster.slots, by, timeout)
         if done.returncode:
             raise RuntimeError(f"{module} failed on the hosts:\n{done.stdout}\n{done.stderr}")
-        return json.loads(result.read_text())
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def sweep(
@@ -149,7 +149,7 @@ def sweep(
 
 def hand_back(path: str, value: Any) -> None:
     """Return a result from rank 0 to the process that called `on_ranks` or `on_hosts`."""
-    Path(path).write_text(json.dumps(value))
+    Path(path).write_text(json.dumps(value), encoding="utf-8")
 
 
 def parser(description: str, **defaults: int) -> argparse.ArgumentParser:
@@ -214,7 +214,7 @@ def finish(
     )
     print(line)
     if json_file:
-        Path(json_file).write_text(line + "\n")
+        Path(json_file).write_text(line + "\n", encoding="utf-8")
 
 
 def finish_parts(
@@ -240,7 +240,7 @@ def machine() -> dict[str, Any]:
     """A description of this machine, with today's date."""
     names = [
         line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if line.startswith("model name")
     ]
     kind = processor.here()

@@ -337,7 +337,7 @@ def report_activations() -> tuple[dict[str, float], dict[str, float]]:
 
 def sent() -> int:
     """Bytes that have left this host by its interfaces, but for the loopback."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    lines = Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines()[2:]
     fields = {line.split(":")[0].strip(): line.split(":")[1].split() for line in lines}
     return sum(int(values[8]) for name, values in fields.items() if name != "lo")
 

@@ -107,7 +107,7 @@ def train(cluster: Any, config: Path, row: Row, steps: int) -> Trial:
     with tempfile.TemporaryDirectory() as run:
         options = [*row.options().split(), "--run.steps", str(steps), "--run.dir", run]
         on_ranks(cluster, "train", str(config), *options)
-        lines = Path(run, "metrics.jsonl").read_text().splitlines()
+        lines = Path(run, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return Trial(row, [record["step_seconds"] for record in records[SKIPPED:]], records[0]["loss"])
 

@@ -164,7 +164,7 @@ def cost(config: Path, steps: int) -> tuple[float, float]:
         result = Path(folder, "result.json")
         words = ["--alternate", str(config), "--result", str(result), "--steps", str(steps)]
         start("benchmarks.program", *words)
-        found = json.loads(result.read_text())
+        found = json.loads(result.read_text(encoding="utf-8"))
     first = 2  # the first sum that counts; the first steps of the scripts do not count either
     pairs = zip(found["own"][first:], found["bare"][first:], strict=True)
     ratios = [100 * (own / bare - 1) for own, bare in pairs]
@@ -200,7 +200,7 @@ def run_script(
         words = ["--peer", peer, "--matrices", matrices, "--result", str(result)]
         words += ["--steps", str(options.steps), "--passed", str(options.passed)]
         start("benchmarks.program", *words)
-        found = json.loads(result.read_text())
+        found = json.loads(result.read_text(encoding="utf-8"))
     if peer != CEILING:
         norms[peer] = found["norm"]
     if norms and max(norms.values()) > 1.001 * min(norms.values()):
@@ -217,7 +217,7 @@ def run_program(config: Path, matrices: str, options: argparse.Namespace, *more:
     with tempfile.TemporaryDirectory() as folder:
         train = ["train", str(config), "--run.dir", folder, "--run.steps", str(options.steps)]
         start("hpc_train", *train, "--precision.matmul", matrices, *more)
-        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+        lines = Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     if not 0 < records[-1]["loss"] < records[0]["loss"]:
         raise RuntimeError(f"the losses are {[record['loss'] for record in records]}")
@@ -275,7 +275,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data, config = Path(folder, "data"), Path(folder, "program.yaml")
         prepare_text([Path(torch.__file__).parent / "optim"], data, shard_mb=1, validation=0.01)
-        config.write_text(CONFIG.format(**SHAPE, data=data, batch=RANKS))
+        config.write_text(CONFIG.format(**SHAPE, data=data, batch=RANKS), encoding="utf-8")
         for matrices, title in MATRICES.items():
             found = table(config, matrices, options)
             ratios |= {

@@ -179,7 +179,10 @@ class Disturbed:
         if world.rank:
             return {}
         records, events = (
-            [json.loads(line) for line in Path(directory, name).read_text().splitlines()]
+            [
+                json.loads(line)
+                for line in Path(directory, name).read_text(encoding="utf-8").splitlines()
+            ]
             for name in ("metrics.jsonl", "events.jsonl")
         )
         named = [event for event in events if event["event"] == "slow"]

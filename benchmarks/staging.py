@@ -109,7 +109,7 @@ def on_hosts(count: int, rounds: int, mbit: int, files: int) -> tuple[harness.Sa
     """Measure both ways in turn, on a number of hosts."""
     with tempfile.TemporaryDirectory() as folder, harness.emulated_hosts(count, 1, mbit) as cluster:
         settings = Path(folder, "rsyncd.conf")
-        settings.write_text(DAEMON.format(path=ENVIRONMENT))
+        settings.write_text(DAEMON.format(path=ENVIRONMENT), encoding="utf-8")
         start = shlex.join(["rsync", "--daemon", f"--config={settings}"])
         cluster.on(cluster.names[0], ["sh", "-c", start]).check_returncode()
         ways = Candidates(cluster, files)

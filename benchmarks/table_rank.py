@@ -28,7 +28,7 @@ def most_memory() -> int:
 
     It is not getrusage's figure, which a process inherits from the one that has started it.
     """
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
     raise RuntimeError("the system does not tell how much memory a process has")
@@ -142,7 +142,9 @@ def main() -> int:
         found = scored(int(words[0]), words[1])
     else:
         found = read_batches(words[0], int(words[1]), int(words[2]))
-    Path(f"{out}.{os.getpid()}").write_text(json.dumps(found | {"memory": most_memory()}))
+    Path(f"{out}.{os.getpid()}").write_text(
+        json.dumps(found | {"memory": most_memory()}), encoding="utf-8"
+    )
     return code
 
 

@@ -130,7 +130,7 @@ def _is_of(process: psutil.Process, folder: Path, server: str) -> bool:
 def _proportional(pid: int) -> int:
     """Bytes of a process's memory. Memory that n processes share counts as an nth of its size."""
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) << 10
     return 0

@@ -204,7 +204,7 @@ def configuration(lr: float, layers: int) -> dict[str, Any]:
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write a file of JSON lines."""
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
 
 
 def take(page: Page, name: str, begin: str, height: int) -> None:

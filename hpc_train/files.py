@@ -211,6 +211,6 @@ def lines_of(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, An
 def system_text(path: Path | str) -> str:
     """The text of a small file of Linux, without blanks around it; "" where it cannot be read."""
     try:
-        return Path(path).read_text(errors="replace").strip()
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:  # no /proc or /sys in this container
         return ""

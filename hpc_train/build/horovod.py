@@ -134,7 +134,7 @@ def check_cuda() -> None:
     """
     spec = importlib.util.find_spec("torch")
     places = spec.submodule_search_locations if spec else None
-    version_file = Path(places[0], "version.py").read_text() if places else ""
+    version_file = Path(places[0], "version.py").read_text(encoding="utf-8") if places else ""
     cuda = re.search(r"^cuda[^=]*= '([\d.]+)'", version_file, re.MULTILINE)
     if cuda and not shutil.which("nvcc"):
         raise SetupError(
@@ -280,11 +280,11 @@ def compile_wheel(source: Path, out: Path, log: Path) -> Path:
     }
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"]
     command += ["--no-cache-dir", "-w", str(out), str(source)]
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False)
     wheels = list(out.glob("horovod-*.whl"))
     if done.returncode or not wheels:
-        cause = last_line(log.read_text(errors="replace"))
+        cause = last_line(log.read_text(encoding="utf-8", errors="replace"))
         raise SetupError(f"the Horovod build failed: {cause}", f"the whole output is in {log}")
     return wheels[0]
 

@@ -220,7 +220,7 @@ def _names_in(index: Path) -> list[str]:
 
 def _tree(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text())
+        tree = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         tree = None
     if not isinstance(tree, dict):

@@ -175,7 +175,7 @@ def _measure(given: Namespace, keys: Sequence[str], runtime: Runtime) -> None:
     with agreed(runtime.world):
         if runtime.world.rank == 0:
             measure.write(made, path, runtime.world.size)
-    runtime.print(path.read_text().rstrip() if runtime.world.rank == 0 else "")
+    runtime.print(path.read_text(encoding="utf-8").rstrip() if runtime.world.rank == 0 else "")
 
 
 def show_schedules(made: Plan, *, as_json: bool) -> None:

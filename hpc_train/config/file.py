@@ -12,6 +12,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from hpc_train.config import ProfileSection, RunConfig, keys
 from hpc_train.errors import ConfigError
 
@@ -48,11 +50,11 @@ def _expected(key: str) -> str:
     return f"{kind}; --{key}+ ITEM adds one to it" if kind == "a list" else kind
 
 
-def check_file(path: Path) -> bool:
-    """Check that a file holds sections of known keys. `load` checks their values.
+def check_file(path: Path) -> dict[str, Any]:
+    """Read a file and check that it holds sections of known keys. `load` checks their values.
 
     Returns:
-        Whether it has any; a file of comments has none.
+        The sections; a file of comments has none.
 
     Raises:
         ConfigError: the file cannot be read, is no configuration, or has an unknown key.
@@ -74,7 +76,7 @@ def check_file(path: Path) -> bool:
                 keys.check_key(f"{name}.{key}", KEYS, path)
         else:
             keys.check_key(str(name), KEYS, path)
-    return bool(tree)
+    return tree
 
 
 def check_options(options: Sequence[str]) -> None:
@@ -83,15 +85,23 @@ def check_options(options: Sequence[str]) -> None:
     --section.key+ VALUE adds to a list.
 
     Raises:
-        ConfigError: an unknown key, or a number that YAML reads as an octal one.
+        ConfigError: an unknown key, or a number that YAML reads as another one.
     """
     for option, following in zip(options, [*options, ""][1:], strict=True):
         name, equals, value = option.partition("=")
         if name.startswith("--") and "." in name:
             key, value = name[2:].removesuffix("+"), value if equals else following
             keys.check_key(key, KEYS)
-            if keys.is_octal(value) and "number" in _expected(key):
-                raise keys.octal_error(key, value)
+            _check_number(key, value)
+
+
+def _check_number(key: str, value: str) -> None:
+    """Refuse texts that jsonargparse turns into other numbers."""
+    expected = _expected(key)
+    if "number" in expected and keys.is_octal(value):
+        raise keys.octal_error(key, value)
+    if "number" in expected and "text" not in expected and keys.is_sexagesimal(value):
+        raise ConfigError(f"{key} is {value}", f"it takes {expected}")
 
 
 @functools.cache
@@ -160,14 +170,17 @@ def load(
     Raises:
         ConfigError: a key or value is wrong; the message names it.
     """
-    if path is not None and not check_file(Path(path)):
-        path = None
+    tree = {} if path is None else check_file(Path(path))
+    for name, section in tree.items():
+        for key, value in (section or {}).items():
+            if isinstance(value, str):
+                _check_number(f"{name}.{key}", value)
     check_options(options)
+    # Not as a path, which jsonargparse would read in the locale's encoding, and 1:30 as 90.
+    given = [f"--config={yaml.safe_dump(tree)}"] if tree else []
     try:
         printed = any(option.startswith("--print_config") for option in options)
-        parsed = config_parser(documented=printed).parse_args(
-            [*(["--config", str(path)] if path else []), *options]
-        )
+        parsed = config_parser(documented=printed).parse_args([*given, *options])
     except ArgumentError as error:
         raise _explained(str(error)) from None
     tree = parsed.as_dict()

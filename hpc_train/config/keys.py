@@ -44,7 +44,7 @@ def read_mapping(
         ConfigError: the file cannot be read, has a key twice, or does not hold a mapping.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         tree = yaml.load(text, _Loader)
     except FileNotFoundError:
         raise ConfigError(f"there is no {what} {path}", missing) from None
@@ -62,6 +62,11 @@ def read_mapping(
 def is_octal(text: str) -> bool:
     """Whether YAML reads a text as an octal number, such as 010 as 8."""
     return bool(re.fullmatch("[-+]?0[0-7_]+", text))
+
+
+def is_sexagesimal(text: str) -> bool:
+    """Whether YAML 1.1 reads a text as a number of base 60, such as 1:30 as 90."""
+    return bool(re.fullmatch(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?", text))
 
 
 def octal_error(name: str, text: str, where: str = "") -> ConfigError:

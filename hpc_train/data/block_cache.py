@@ -277,7 +277,7 @@ def _in_memory(descriptor: int) -> bool:
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             mount, _, kind = line.partition(" - ")
             if mount.split()[2] == number:
                 return kind.split()[0] in ("tmpfs", "ramfs")

@@ -225,7 +225,7 @@ def _check_guard() -> None:
     if file is None or name.endswith("__main__"):
         return  # workers import neither a package's __main__ nor a program without a file
     with suppress(OSError, UnicodeDecodeError):
-        if not GUARD.search(Path(file).read_text()):
+        if not GUARD.search(Path(file).read_text(encoding="utf-8")):
             raise UserError(
                 f'workers import {file}, and it has no line `if __name__ == "__main__":`',
                 "put the code of the script below such a line",

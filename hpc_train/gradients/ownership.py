@@ -48,7 +48,7 @@ def take_over(optimizer: Optimizer, group: Group) -> None:
     """
     wanted = trained_by(optimizer)
     # With memory.zero the optimizer has parts of the parameters, and perhaps none on this rank.
-    mine = [o for p, o in OWNERS.items() if o.optimizer is optimizer]
+    mine = [o for o in OWNERS.values() if o.optimizer is optimizer]
     found = [*mine, *(OWNERS.get(p) for p in wanted)]
     owners = {id(owner): owner for owner in found if owner is not None}.values()
     ended = [owner for owner in owners if _shares(owner, optimizer, wanted)]

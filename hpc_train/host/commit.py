@@ -20,7 +20,7 @@ def commit_of(folder: Path) -> str:
 
 def _head(git: Path) -> str:
     if git.is_file():  # a worktree or a submodule: the file says where its repository is
-        git = git.parent / git.read_text().removeprefix("gitdir:").strip()
+        git = git.parent / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
     head = (git / "HEAD").read_text().strip()
     if not head.startswith("ref: "):
         return head

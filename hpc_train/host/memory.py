@@ -22,7 +22,7 @@ def free_bytes(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> i
     """
     limits = [psutil.virtual_memory().available]
     with suppress(OSError):
-        for line in own.read_text().splitlines():
+        for line in own.read_text(encoding="utf-8").splitlines():
             number, controllers, path = line.split(":", 2)
             if number == "0":  # version 2
                 limits += _left(root / path.strip("/"), root, "memory.max", "memory.current")
@@ -69,7 +69,7 @@ class PeakMemory:
     def can_be_measured() -> bool:
         """Whether the operating system tells the peak, and lets it be counted anew."""
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
             return _kilobytes("/proc/self/status", "VmHWM") > 0
         return False
 
@@ -82,13 +82,15 @@ class PeakMemory:
             rollup = "/proc/self/smaps_rollup"
             self._excess = max(0, _kilobytes(rollup, "Rss") - _kilobytes(rollup, "Pss"))
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+            Path("/proc/self/clear_refs").write_text(
+                "5", encoding="utf-8"
+            )  # the peak is counted anew
         return max(0, peak - self._excess) << 10
 
 
 def _kilobytes(path: str | os.PathLike[str], key: str) -> int:
     with suppress(OSError):
-        for line in Path(path).read_text().splitlines():
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
             if line.startswith(f"{key}:"):
                 return int(line.split()[1])
     return 0

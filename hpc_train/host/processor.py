@@ -111,6 +111,6 @@ def parse_cpuinfo(cpuinfo: str) -> Processor:
 def here() -> Processor:
     """This machine's processor."""
     try:
-        return parse_cpuinfo(Path("/proc/cpuinfo").read_text())
+        return parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     except OSError:  # this is not Linux
         return parse_cpuinfo("")

@@ -74,7 +74,7 @@ def stop_with_script(environ: Mapping[str, str]) -> None:
 def memory_kills() -> int:
     """Number of processes that this host's kernel has killed for lack of memory."""
     with suppress(OSError, StopIteration):
-        lines = Path("/proc/vmstat").read_text().splitlines()
+        lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
         return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
     return 0
 

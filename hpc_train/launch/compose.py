@@ -87,7 +87,9 @@ def make(request: SubmitRequest) -> BatchJob:
         tasks_at_once=request.tasks_at_once or 0,
         stops_itself=bool(request.config) and config.run.time_limit == "auto",
         image=request.image if in_pods else "",
-        configuration=Path(request.config).read_text() if in_pods and request.config else "",
+        configuration=Path(request.config).read_text(encoding="utf-8")
+        if in_pods and request.config
+        else "",
         commands=find_commands(scheduler),
     )
     _check_directives(batch, site.needs_directives, request.site)

@@ -66,7 +66,7 @@ def read_file(path: Path) -> list[Host]:
         UserError: the file cannot be read, names no host, or has a line of another form.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"host file {path}: {error}", "give a file with one host per line"

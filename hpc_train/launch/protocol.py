@@ -54,12 +54,12 @@ class JobProgress(NamedTuple):
 def write_progress(path: Path, step: int, due: float, *, done: bool = False) -> None:
     """Write the job's progress. An error is ignored, because it must not end the job."""
     with suppress(OSError):
-        path.write_text(json.dumps({"step": step, "due": due, "done": done}))
+        path.write_text(json.dumps({"step": step, "due": due, "done": done}), encoding="utf-8")
 
 
 def read_progress(path: Path) -> JobProgress:
     """The progress that was written last."""
     with suppress(OSError, ValueError):
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
         return JobProgress(values["step"], values["due"], values["done"], path.stat().st_mtime)
     return JobProgress(-1, 0.0)

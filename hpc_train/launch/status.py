@@ -136,7 +136,7 @@ def _latest(directory: Path) -> list[Path]:
 def _named_by(latest: Path) -> Path | None:
     """The checkpoint that a file LATEST names; None if it is not there."""
     with suppress(OSError, ValueError):  # ValueError: a name that no file can have
-        name = latest.read_text(errors="replace").strip()
+        name = latest.read_text(encoding="utf-8", errors="replace").strip()
         return latest.parent / name if name and (latest.parent / name).is_file() else None
     return None
 

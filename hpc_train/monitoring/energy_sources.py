@@ -94,7 +94,7 @@ def find_energy(
 
 def _number(path: Path, unit: float = 1.0) -> float:
     """The number at the beginning of a file, in joules or watts. A unit and a time may follow."""
-    words = path.read_text().split()
+    words = path.read_text(encoding="utf-8").split()
     if not words:
         raise ValueError(f"{path} is empty")
     return float(words[0]) * unit

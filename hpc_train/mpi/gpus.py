@@ -170,7 +170,7 @@ def _numa_node(root: Path, address: str) -> int:
 def _lines(path: Path, separator: str | None) -> dict[str, str]:
     """Names and values in a file that has a pair of them on each line."""
     try:
-        pairs = [line.split(separator, 1) for line in path.read_text().splitlines()]
+        pairs = [line.split(separator, 1) for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return {}
     return {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}
@@ -179,7 +179,7 @@ def _lines(path: Path, separator: str | None) -> dict[str, str]:
 def _number(path: Path, base: int) -> int:
     """The number in a file; 0 if it cannot be read, as where a cgroup hides the GPU."""
     try:
-        return int(path.read_text(), base)
+        return int(path.read_text(encoding="utf-8"), base)
     except (OSError, ValueError):
         return 0
 

@@ -62,4 +62,4 @@ def loaded_mpi() -> str:
 
 def memory_map() -> str:
     """The libraries that this process has loaded, among all that it has in memory."""
-    return Path("/proc/self/maps").read_text()
+    return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")

@@ -44,7 +44,7 @@ def own_namespace(environ: Mapping[str, str]) -> dict[str, str]:
 def sees_all_users() -> bool:
     """Whether this process is in the machine's own user namespace (user_namespaces(7))."""
     try:
-        return Path("/proc/self/uid_map").read_text().split() == ALL_USERS
+        return Path("/proc/self/uid_map").read_text(encoding="utf-8").split() == ALL_USERS
     except OSError:  # a kernel without user namespaces
         return True
 

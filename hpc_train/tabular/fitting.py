@@ -311,7 +311,7 @@ def _best(directory: Path) -> Path:
 
 def _records(path: Path) -> list[dict[str, float]]:
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path}, which has the history of the fit, cannot be read ({error})",

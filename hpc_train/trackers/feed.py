@@ -173,7 +173,7 @@ def _kept(mark: dict[str, Any], starts: list[dict[str, Any]]) -> int:
 def _locked(path: Path, name: str) -> Any:
     """A file that no other process has locked; on file systems without locks, any."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a")
+    file = path.open("a", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

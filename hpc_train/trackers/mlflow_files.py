@@ -160,7 +160,7 @@ def _write(path: Path, about: dict[str, Any]) -> None:
 
 def _drop_later(path: Path, after: int) -> None:
     """Drop the lines of later steps, and one that a killed job did not finish."""
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and int(line.split()[2]) <= after]
     if not kept:
         path.unlink()  # MLflow refuses an empty file

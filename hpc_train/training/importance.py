@@ -62,7 +62,7 @@ def report_importance(trainer: Trainer, features: TableFeatures, repeats: int) -
 def _written(path: Path) -> dict[str, Any]:
     """What the file says; nothing if it is not there, or damaged."""
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 

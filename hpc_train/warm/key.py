@@ -95,7 +95,7 @@ def inodes_of(folder: str) -> list[tuple[str, int]]:
 def _memory_policy() -> str:
     """The memory nodes for new pages, which numactl and `srun --mem-bind` set."""
     try:
-        with open("/proc/self/numa_maps") as file:
+        with open("/proc/self/numa_maps", encoding="utf-8") as file:
             return file.readline().split()[1]
     except OSError:
         return ""  # the kernel is built without memory nodes
@@ -103,7 +103,7 @@ def _memory_policy() -> str:
 
 def text_of(path: str) -> str:
     """The text of a small file."""
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         return file.read()
 
 

@@ -75,8 +75,8 @@ def become(request: ForkRequest, folder: str) -> None:
     if os.getpriority(os.PRIO_PROCESS, 0) != values["nice"]:
         os.setpriority(os.PRIO_PROCESS, 0, values["nice"])
     score = Path("/proc/self/oom_score_adj")
-    if score.read_text().strip() != values["memory"]:
-        score.write_text(values["memory"])
+    if score.read_text(encoding="utf-8").strip() != values["memory"]:
+        score.write_text(values["memory"], encoding="utf-8")
     place_descriptors(descriptors, values["descriptors"])
     os.environ.clear()
     os.environb.update(values["environ"])
@@ -180,7 +180,7 @@ def write_command_line(words: list[str]) -> None:
     If the last byte of this memory is not 0, the kernel takes all of it for one text (proc(5),
     setproctitle(3)).
     """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
     size = end - begin
     if size > PADDING:
@@ -206,7 +206,10 @@ def differ() -> None:
 
 def set_openblas_threads(count: int) -> None:
     """Let numpy's OpenBLAS use `count` threads. The server has loaded it with one thread."""
-    found = re.search(r"\S*openblas\S*\.so\S*", Path("/proc/self/maps").read_text())
+    found = re.search(
+        r"\S*openblas\S*\.so\S*",
+        Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"),
+    )
     if not found or count == 1:
         return
     library = ctypes.CDLL(found[0])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -102,6 +104,8 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
         ("model: {layers: many}", "model.layers is 'many': it takes a whole number"),
         ("run: {steps: 0}", "run.steps is 0: give 1 or more"),
         ("run: {steps: 010}", "run.steps is 010, which YAML reads as an octal number"),
+        ("run: {steps: 1:30}", "run.steps is 1:30: it takes a whole number"),
+        ("run: {steps: '010'}", "run.steps is 010, which YAML reads as an octal number"),
         ("run: {steps: 1, epochs: 1}", "run.steps and run.epochs are both given"),
         ("model: {hidden: 64, heads: 3}", "does not divide model.hidden 64: nearest that do: 2, 4"),
         ("model: {dropout: 1.0}", "model.dropout is 1.0"),
@@ -271,6 +275,18 @@ def test_a_number_with_a_zero_in_front_is_no_other_number(tmp_path):
         with pytest.raises(ConfigError, match="which YAML reads as an octal number"):
             load(None, options)
     assert load(None, ["--run.dir", "007", "--run.seed", "0"]).run.dir == "007"
+
+
+def test_a_file_is_read_as_utf8_in_any_locale(tmp_path):
+    (tmp_path / "a.yaml").write_text("run: {dir: größe, time_limit: 1:30:00}", encoding="utf-8")
+    code = "from hpc_train.config.file import load; import sys; "
+    code += "run = load('a.yaml').run; print(ascii(run.dir), run.time_limit, sys.flags.utf8_mode)"
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path, env=os.environ | locale, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert told.stdout == "'gr\\xf6\\xdfe' 1:30:00 0\n", told.stderr
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing yet\n", "---\n"])

@@ -50,7 +50,7 @@ def _torch() -> dict[str, str]:
 
 def _loaded() -> list[str]:
     """The libraries of MPI and networks that MPI has loaded."""
-    maps = Path("/proc/self/maps").read_text()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     return sorted({*re.findall(r"/(lib(?:mpi|mpi_abi|pmi|pmi2|pmix|fabric|ucp)\.so[.\d]*)", maps)})
 
 

@@ -70,7 +70,7 @@ def _horovod() -> tuple[dict[str, Any] | None, str]:
 
 def _loaded_libmpi() -> list[str]:
     """The MPI libraries that this process has loaded."""
-    maps = Path("/proc/self/maps").read_text()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     return sorted(set(re.findall(r"\S*/libmpi(?:_abi)?\.so\S*", maps)))
 
 

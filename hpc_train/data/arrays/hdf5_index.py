@@ -65,7 +65,7 @@ def answer_requests(requests: Iterable[Any], descriptor: int, seconds: int) -> N
 def _limit_memory() -> None:
     import h5py  # noqa: F401  # before the limit is set, which counts what is loaded
 
-    with open("/proc/self/statm") as file:  # noqa: PTH123  # in a helper that has to start fast
+    with open("/proc/self/statm", encoding="utf-8") as file:  # noqa: PTH123  # in a helper that has to start fast
         limit = int(file.read().split()[0]) * resource.getpagesize() + ROOM_BYTES
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or limit < hard:
