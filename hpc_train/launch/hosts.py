@@ -16,6 +16,7 @@ from hpc_train.errors import UserError, plural
 from hpc_train.host.programs import output
 
 FLUX_SECONDS = 30.0  # seconds to wait for Flux's answer
+UNSET_SLURM = "unset SLURM_JOB_NODELIST and give the hosts by -H"  # or it is read again
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ def allocated(environ: Mapping[str, str]) -> Allocation | None:
             return Allocation("lsf", _without_launch_host(found, environ))
     if words := environ.get("LSB_MCPU_HOSTS", "").split():
         if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
-            raise UserError(f"LSB_MCPU_HOSTS is {' '.join(words)!r}", "give the hosts by -H")
+            raise UserError(
+                f"LSB_MCPU_HOSTS is {' '.join(words)!r}", "unset it and give the hosts by -H"
+            )
         slots: dict[str, int] = {}
         for name, count in zip(words[::2], map(int, words[1::2]), strict=True):
             slots[name] = slots.get(name, 0) + count
@@ -124,7 +127,7 @@ def _slurm(environ: Mapping[str, str]) -> list[Host]:
     if len(counts) != len(names):
         raise UserError(
             f"SLURM_TASKS_PER_NODE has {len(counts)} nodes, SLURM_JOB_NODELIST {len(names)}",
-            "give the hosts by -H",
+            UNSET_SLURM,
         )
     return [Host(name, count) for name, count in zip(names, counts, strict=True)]
 
@@ -155,7 +158,7 @@ def expand(text: str) -> list[str]:
     for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
         names += _expanded(entry)
     if text.count("[") != text.count("]") or not names:
-        raise UserError(f"the host list {text!r} cannot be read", "give the hosts by -H")
+        raise UserError(f"the host list {text!r} cannot be read", UNSET_SLURM)
     return names
 
 
@@ -199,7 +202,7 @@ def _numbers(inside: str) -> Iterable[str]:
     for part in inside.split(","):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not (last.isdigit() and int(first) <= int(last))):
-            raise UserError(f"the host list has [{inside}]", "give the hosts by -H")
+            raise UserError(f"the host list has [{inside}]", UNSET_SLURM)
         for number in range(int(first), int(last or first) + 1):
             yield f"{number:0{len(first)}d}"
 
