@@ -1,6 +1,6 @@
 """The memory of a training, beside its formulas, and the time and bytes that ZeRO costs.
 
-    python -m benchmarks.memory [--states 1] [--crossed 1] [--activations 1] [--rounds 5]
+    python -m benchmarks.memory [--states 1] [--crossed 1] [--activations 3] [--rounds 5]
         [--mbit 800]
 
 It needs root, iproute2 and Open MPI 4, as benchmarks.two_level does.
@@ -17,8 +17,9 @@ the activations that the first half of the model keeps.
 *Activations*: a forward and a backward pass of one process with 24 samples, as the difference to 8
 samples, which does not contain what does not depend on the micro-batch. The first number is the
 peak of all tensors together, as torch's profiler counts them; the second is the prediction of
-`hpc-train plan`. The third is the peak of resident memory, which also has the gaps that the C
-library leaves between tensors.
+`hpc-train plan`. The others are the peak of resident memory with the gaps that the C library leaves
+between tensors, and without them (`close_gaps`), and what a pass with 24 samples takes without
+gaps, divided by what it takes with them: medians of --activations rounds.
 
 *Links*: a step of 4 hosts with 2 ranks each, on links of --mbit Mbit/s, and the bytes that leave a
 host, counted at its interfaces. FSDP2 is torch's `fully_shard` over gloo, with a shard for each
@@ -34,8 +35,10 @@ import gc
 import itertools
 import os
 import socket
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -49,7 +52,7 @@ from benchmarks import harness
 from hpc_train.config.file import load
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
-from hpc_train.host.allocator import return_freed_memory
+from hpc_train.host.allocator import close_gaps, keep_freed_memory, return_freed_memory
 from hpc_train.host.memory import PeakMemory, proportional_bytes
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
@@ -71,6 +74,7 @@ CROSSED_SAMPLES = 16
 WAYS = ("0 all", "1 node", "1 all", "2 node", "2 all", "3 all")  # zero and scope
 DEEP = {"vocab": 256, "sequence": 256, "layers": 12, "hidden": 256, "heads": 4}
 SAMPLES = (8, 24)
+TIMED = 5  # passes that are timed
 AGAIN = ("none", "selective", "full", "3")  # memory.recompute
 TRAINED = {"vocab": 256, "sequence": 128, "layers": 6, "hidden": 384, "heads": 6}
 BUCKET = 4 << 20
@@ -275,8 +279,12 @@ def report_crossed() -> tuple[dict[str, float], dict[str, float]]:
 # Activations.
 
 
-def measure_peak(how: str, samples: int) -> tuple[float, float]:
-    """MB at the peak of a forward and a backward pass: of all tensors, and resident."""
+def measure_peak(how: str, samples: int, *, closed: bool) -> tuple[float, float, float]:
+    """A forward and a backward pass: MB of all tensors at the peak, MB resident, and ms.
+
+    `closed` leaves no gaps between tensors.
+    """
+    (close_gaps if closed else keep_freed_memory)()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = GPT(**DEEP)  # type: ignore[arg-type]
@@ -287,6 +295,12 @@ def measure_peak(how: str, samples: int) -> tuple[float, float]:
     peak.take()
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     rss = peak.take() / MB
+    passes = []
+    for _ in range(TIMED):
+        model.zero_grad()
+        begin = time.perf_counter()
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        passes.append(1e3 * (time.perf_counter() - begin))
     model.zero_grad()
     with torch.profiler.profile(profile_memory=True) as profile:
         model(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -294,7 +308,7 @@ def measure_peak(how: str, samples: int) -> tuple[float, float]:
     changes = (
         e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
     )
-    return max(itertools.accumulate(changes)) / MB, rss
+    return max(itertools.accumulate(changes)) / MB, rss, statistics.median(passes)
 
 
 def predicted_activations(how: str, samples: int, sizes: dict[str, int] = DEEP) -> float:
@@ -312,23 +326,39 @@ def model_options(sizes: dict[str, int]) -> list[str]:
     return [f"--model.{key}={value}" for key, value in sizes.items()]
 
 
-def report_activations() -> tuple[dict[str, float], dict[str, float]]:
-    """Measure each way to recompute, and print a table. Returns measured / predicted, and MB."""
+def report_activations(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Measure each way to recompute, and print a table. Returns measured / predicted, and more.
+
+    Resident memory and times are those with gaps between tensors, and without, in turn.
+    """
     ratios, middles = {}, {}
     few, many = SAMPLES
-    print(f"activations of {many - few} samples, MB: measured, predicted, ratio, resident")
+    print(f"activations of {many - few} samples, MB: measured, predicted, ratio")
+    print("  resident with gaps and without, ms of a pass without gaps / with")
     for how in AGAIN:
-        peaks = []
-        for samples in SAMPLES:
-            words = [sys.executable, "-m", "benchmarks.memory", "--peak", how, str(samples)]
-            done = subprocess.run(words, check=True, capture_output=True, text=True)
-            peaks.append([float(word) for word in done.stdout.split()])
-        found, resident_ = (more - less for less, more in zip(*peaks, strict=True))
+        found: dict[tuple[int, str], list[list[float]]] = {}
+        for _ in range(rounds):
+            for case in itertools.product(SAMPLES, ("", "closed")):
+                words = [sys.executable, "-m", "benchmarks.memory", "--peak", how, *map(str, case)]
+                done = subprocess.run(words, check=True, capture_output=True, text=True)
+                found.setdefault(case, []).append([float(word) for word in done.stdout.split()])
+        middle = {
+            case: [statistics.median(values) for values in zip(*tries, strict=True)]
+            for case, tries in found.items()
+        }
+        more = middle[many, ""][0] - middle[few, ""][0]
+        gaps, none = (middle[many, one][1] - middle[few, one][1] for one in ("", "closed"))
+        slower = statistics.median(
+            after[2] / before[2]
+            for before, after in zip(found[many, ""], found[many, "closed"], strict=True)
+        )
         expected = predicted_activations(how, many) - predicted_activations(how, few)
         key = f"activations, {how}"
-        ratios[key], middles[key] = found / expected, found
-        middles[f"{key}, resident"] = resident_
-        print(f"  {how:10} {found:8.1f} {expected:8.1f}  {ratios[key]:.3f} {resident_:8.1f}")
+        ratios[key], middles[key] = more / expected, more
+        ratios[f"{key}, ms without gaps"] = slower
+        middles |= {f"{key}, resident with gaps": gaps, f"{key}, resident": none}
+        print(f"  {how:10} {more:8.1f} {expected:8.1f}  {ratios[key]:.3f}", end="")
+        print(f" {gaps:8.1f} {none:8.1f}  {slower:.3f}")
     return ratios, middles
 
 
@@ -392,17 +422,18 @@ def main() -> None:
     """Run the parts, or one process of a part."""
     parser = argparse.ArgumentParser(description="memory, and what it costs to save it")
     parser.add_argument("--json", metavar="FILE", help="write the last line there as well")
-    parts_given = (("states", 1), ("crossed", 1), ("activations", 1), ("rounds", 5), ("mbit", 800))
+    parts_given = (("states", 1), ("crossed", 1), ("activations", 3), ("rounds", 5), ("mbit", 800))
     for name, default in parts_given:
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, more in (("--result", {}), ("--way", {}), ("--peak", {"nargs": 2})):
+    for name, more in (("--result", {}), ("--way", {}), ("--peak", {"nargs": 3})):
         parser.add_argument(name, help=argparse.SUPPRESS, **more)  # type: ignore[arg-type]
     parser.add_argument("--again", default="none", help=argparse.SUPPRESS)
     parser.add_argument("--samples", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--links", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.peak:
-        print(*measure_peak(given.peak[0], int(given.peak[1])))
+        how, samples, closed = given.peak
+        print(*measure_peak(how, int(samples), closed=bool(closed)))
         return
     if given.result:
         found: Any
@@ -414,7 +445,7 @@ def main() -> None:
             harness.hand_back(given.result, found)
         return
     parts = (
-        (given.activations, report_activations),
+        (given.activations, partial(report_activations, given.activations)),
         (given.states, report_states),
         (given.crossed, report_crossed),
         (given.rounds, partial(report_links, given.rounds, given.mbit)),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hpc_train.config import RunConfig
 from hpc_train.config.spread import RECOMPUTED, Recompute, Zero
 from hpc_train.errors import ConfigError, size_text
+from hpc_train.host.allocator import GAPS
 from hpc_train.models.shape import Shape
 from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.schedules import micro_batching, sizes_that_divide
@@ -60,6 +61,10 @@ class PlannedJob:
     def layout(self) -> Candidate:
         """The layout of the job."""
         return Candidate(self.config, self.shape, self.node)
+
+    def is_tight(self, room: BytesOfNodes) -> bool:
+        """Whether the job may not fit in `room` if its tensors have gaps between them."""
+        return bool((GAPS * self.needs() > room).any())
 
     def largest_micro_batch(self, room: BytesOfNodes) -> int:
         """The largest micro-batch with which the job fits in `room`, or 1.

@@ -24,6 +24,7 @@ from hpc_train.data.reader import Reader
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.gradients import LossScaler, average_gradients
 from hpc_train.gradients.hooks import after_step, before_step
+from hpc_train.host.allocator import close_gaps
 from hpc_train.job.heartbeat import Heartbeat
 from hpc_train.job.leaving import Held
 from hpc_train.job.reporting import reporting
@@ -93,6 +94,8 @@ class Loop(Stepping):
         with agreed(group):
             check_device(options.memory, device)
             recompute(model, options.memory.recompute)
+            if options.memory.recompute != "none" and device.type == "cpu":
+                close_gaps()
             gates = gates_of(model) if options.memory.zero == 3 else []
             self._hooks += gates
         if options.precision:

@@ -15,6 +15,7 @@ import hpc_train
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import cut
 from hpc_train.errors import HpcTrainError, first_line
+from hpc_train.host.allocator import close_gaps
 from hpc_train.job.exhausted import out_of_memory
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
@@ -53,6 +54,8 @@ def job_that_fits(
             check_fits(job, free, where)
             if hosts is not None:
                 check_host_fits(job, *hosts)
+        if job.on_cpu and (config.memory.recompute != "none" or job.is_tight(free)):
+            close_gaps()  # before the model has memory
         searched = config.data.micro_batch == "auto"
         return job, job.largest_micro_batch(free) if searched else None
 

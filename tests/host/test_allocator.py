@@ -12,8 +12,8 @@ import pytest
 PAGES_OF_A_STEP = (8 << 20) // os.sysconf("SC_PAGE_SIZE")
 PROGRAM = """
 import ctypes, resource
-from hpc_train.host.allocator import keep_freed_memory
-keep_freed_memory()
+from hpc_train.host.allocator import close_gaps, keep_freed_memory
+{set_up}
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p
 library.free.argtypes = [ctypes.c_void_p]
@@ -33,10 +33,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(**variables: str) -> int:
+def faults(set_up: str = "keep_freed_memory()", **variables: str) -> int:
     """Pages that ten steps have to fetch."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", PROGRAM.format(set_up=set_up)]
     done = subprocess.run(
         command, env=environ | variables, check=True, capture_output=True, text=True
     )
@@ -51,3 +51,9 @@ def test_steps_fetch_no_memory_anew():
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_the_users_own_setting_stays():
     assert faults(MALLOC_TRIM_THRESHOLD_="1000000") > 5 * PAGES_OF_A_STEP
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_without_gaps_large_blocks_go_back_also_after_averaging_begins():
+    made = "keep_freed_memory(); close_gaps(); keep_freed_memory()"
+    assert faults(made) > 5 * PAGES_OF_A_STEP

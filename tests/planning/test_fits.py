@@ -29,6 +29,12 @@ def test_a_job_that_fits_is_not_refused():
     check_fits(job(), job().needed(), NODES)
 
 
+def test_a_job_is_tight_where_gaps_between_its_tensors_may_not_fit():
+    needed = job().needed()
+    assert not job().is_tight(2 * needed)
+    assert job().is_tight(round(1.2 * needed))
+
+
 def test_the_remedies_fit_and_the_cheapest_comes_first():
     plain = job("--memory.zero=0")
     room = round(0.8 * plain.needed())
