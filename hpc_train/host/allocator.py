@@ -9,7 +9,7 @@ import os
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 LARGEST_TRIM, LARGEST_MMAP = (1 << 31) - 1, 1 << 25  # bytes, the most that mallopt accepts
 OWN_PAGES = 1 << 20  # bytes from which a block has pages of its own, once gaps are closed
-GAPS = 1.5  # the most that gaps made of the bytes of all tensors, where it was measured
+WITH_GAPS = 1.5  # at most so many bytes for each byte of tensors, without recomputation
 
 _closed = False  # whether `close_gaps` was called
 
@@ -31,8 +31,8 @@ def close_gaps() -> None:
     """Let this process leave no gaps between large blocks of memory, from now on.
 
     Tensors that live long lie between others that are freed soon. What is freed there can be used
-    for smaller ones only, so a process becomes up to `GAPS` times as large as its tensors, and
-    recomputation saves little. After this call each large block has pages of its own, which go back
+    for smaller ones only, so a process becomes larger than its tensors, and recomputation saves
+    little. After this call each large block has pages of its own, which go back
     to the system with it. New pages cost time. They cost less of it if torch asks for huge pages,
     as it does if it has allocated nothing before.
     """

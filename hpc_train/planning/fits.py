@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hpc_train.config import RunConfig
 from hpc_train.config.spread import RECOMPUTED, Recompute, Zero
 from hpc_train.errors import ConfigError, size_text
-from hpc_train.host.allocator import GAPS
+from hpc_train.host.allocator import WITH_GAPS
 from hpc_train.models.shape import Shape
 from hpc_train.planning.layouts import Candidate
 from hpc_train.planning.schedules import micro_batching, sizes_that_divide
@@ -64,7 +64,7 @@ class PlannedJob:
 
     def is_tight(self, room: BytesOfNodes) -> bool:
         """Whether the job may not fit in `room` if its tensors have gaps between them."""
-        return bool((GAPS * self.needs() > room).any())
+        return bool((WITH_GAPS * self.needs() > room).any())
 
     def largest_micro_batch(self, room: BytesOfNodes) -> int:
         """The largest micro-batch with which the job fits in `room`, or 1.
