@@ -128,6 +128,7 @@ def probe_in_a_rank() -> list[dict[str, Any]]:
             line.words,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=RANK_PROBE_SECONDS,
             env={**os.environ, **line.environ},
             check=False,
