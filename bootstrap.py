@@ -119,9 +119,9 @@ def alone() -> Iterator[None]:
 
 def site_mpicc() -> str | None:
     """The compiler of the site's MPI; None if there is none or another MPI is asked for."""
-    # make has put this environment's own programs on the PATH.
-    folders = os.environ.get("PATH", "").split(os.pathsep)
-    path = os.pathsep.join(folder for folder in folders if folder != str(VENV / "bin"))
+    # make has put this environment's own programs on the PATH, maybe by another name of the place.
+    own, folders = (VENV / "bin").resolve(), os.environ.get("PATH", "").split(os.pathsep)
+    path = os.pathsep.join(folder for folder in folders if Path(folder).resolve() != own)
     return None if MPI else shutil.which("mpicc", path=path)
 
 

@@ -146,6 +146,10 @@ def test_an_environment_for_another_place_or_mpi_is_made_anew(checkout, offline,
     with (checkout / "constraints.txt").open("a") as constraints:
         constraints.write("# another one\n")
     assert "making" not in set_up(checkout, **offline).stdout, "packages alone are set up again"
+    put(checkout / ".venv" / "bin", "mpicc")
+    (tmp_path / "link").symlink_to(checkout)
+    of_make = f"{tmp_path}/link/.venv/bin:{offline['PATH']}"
+    assert set_up(checkout, **offline | {"PATH": of_make}).stdout == "", "it is the wheel's own"
     said = set_up(checkout, **with_site).stdout
     assert anew in said
     assert f"MPI: {site}/mpicc" in said
