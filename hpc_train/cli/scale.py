@@ -261,12 +261,13 @@ def _write(given: Namespace, study: ScaleStudy, name: str) -> None:
         weak=study.weak,
         least_efficiency=given.least_efficiency,
         most_nodes=study.most_nodes,
+        can_run=study.can_run,
         targets=given.predict,
     )
     if missing := sorted({*given.predict} - {row.nodes for row in figures.rows}):
         say(
             f"nothing is predicted for --predict {','.join(map(str, missing))}: the model, which "
-            "needs two numbers of nodes, gives no time there, or the batch has too few samples"
+            "needs two numbers of nodes, gives no time there, or the batch cannot be divided so"
         )
     text = paragraph(figures, name, study.steps, study.warmup, study.config.run.steps)
     for suffix, content in (

@@ -33,16 +33,29 @@ def free_bytes(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> i
 
 
 def _left(group: Path, root: Path, limit: str, usage: str) -> list[int]:
-    """What a cgroup and those around it still allow. The page cache of files does not count."""
+    """What a cgroup and those around it still allow. The cache that it can drop does not count."""
     found = []
     around = [one for one in (group, *group.parents) if one == root or root in one.parents]
     for one in around:  # in a container the limit may be that of the root
         with suppress(OSError, ValueError):  # there is no limit
             stat = dict(line.split() for line in (one / "memory.stat").read_text().splitlines())
-            cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            used = int((one / usage).read_text()) - cache
+            used = int((one / usage).read_text()) - _dropped_at_need(stat)
             found.append(int((one / limit).read_text()) - used)
     return found
+
+
+def _dropped_at_need(stat: dict[str, str]) -> int:
+    """Bytes of files in the page cache that the kernel drops as soon as memory is needed.
+
+    They are on its two lists of file pages. Shared memory and tmpfs are not on these lists, and
+    locked pages neither. Pages that first have to be written to a disk are left out.
+    """
+
+    def of(name: str, older: str) -> int:
+        return int(stat.get(f"total_{older}", stat.get(name, 0)))
+
+    cached = of("active_file", "active_file") + of("inactive_file", "inactive_file")
+    return max(0, cached - of("file_dirty", "dirty") - of("file_writeback", "writeback"))
 
 
 def proportional_bytes() -> int:

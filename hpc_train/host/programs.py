@@ -15,7 +15,9 @@ def output(*words: str, timeout: float, errors: bool = False, needs_success: boo
         needs_success: return "" if its exit code is not 0.
     """
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     if needs_success and done.returncode:

@@ -175,7 +175,12 @@ def check_package(container: Container) -> None:
     words = container.command([PYTHON, "-c", "import hpc_train"], 1)
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, timeout=START_SECONDS, check=False
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=START_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise HpcTrainError(

@@ -75,8 +75,15 @@ class Candidate:
         return nodes, len(self.node) / nodes
 
     @functools.cached_property
+    def together(self) -> NDArray[np.int64]:
+        """How many replicas of each rank's part of the model are on its node, as `node`."""
+        parts = np.arange(self.node[0].size).reshape(self.node[:1].shape)
+        place = self.node * parts.size + parts
+        return np.bincount(place.ravel())[place]
+
+    @functools.cached_property
     def dividing(self) -> Dividing:
-        """How the replicas divide the training state."""
+        """How the replicas divide the training state, on a node with the mean number of them."""
         config, (nodes, ranks) = self.config, self.replicas
         return Dividing(
             zero=config.memory.stage,
@@ -106,16 +113,18 @@ class Candidate:
         # Only gpipe holds more when there are more micro-batches.
         held = number / few if parallel.schedule == "gpipe" else 1.0
         schedule = build(parallel.schedule, parallel.pp, few, parallel.stages_per_rank)
-        needs = memory(
-            self.config, self.shape, schedule, self.runs, micro_batch, self.dividing, held
-        )
+        each = np.zeros((2, *self.node.shape))
+        for count in np.unique(self.together).tolist():  # nodes may have different numbers of ranks
+            by = replace(self.dividing, ranks=count)
+            needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, by, held)
+            of_stages = np.array([[need.own for need in needs], [need.host for need in needs]])
+            each = np.where(self.together == count, of_stages[:, None, :, None], each)
+        own, host = each
 
-        def of_nodes(shares: Sequence[float]) -> NDArray[np.int64]:
-            each = np.broadcast_to(np.array(shares, dtype=float)[None, :, None], self.node.shape)
-            return np.rint(np.bincount(self.node.ravel(), each.ravel())).astype(np.int64)
+        def of_nodes(ranks: NDArray[np.float64]) -> NDArray[np.int64]:
+            return np.rint(np.bincount(self.node.ravel(), ranks.ravel())).astype(np.int64)
 
-        own, host = [need.own for need in needs], [need.host for need in needs]
-        return max(own), of_nodes(own), of_nodes(host)
+        return int(own.max()), of_nodes(own), of_nodes(host)
 
 
 @dataclass(frozen=True)

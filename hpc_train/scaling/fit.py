@@ -149,6 +149,11 @@ class StepTimeModel:
             self.coefficients[name] * function(nodes) for name, function in self.basis.items()
         )
 
+    def share_of_messages(self, nodes: int) -> float:
+        """The share of the messages' latency in the time of a step on this number of nodes."""
+        latency = self.coefficients["message"] * self.basis["message"](nodes)
+        return latency / self.seconds(nodes) if latency else 0.0
+
     @property
     def serial_share(self) -> float | None:
         """Amdahl's share of a strong model; None if the model gives no time on one node.
@@ -227,6 +232,7 @@ def largest_worthwhile(
     least: float,
     *,
     weak: bool,
+    can_run: Callable[[int], bool],
 ) -> int:
     """The number of nodes up to which the parallel efficiency is at least `least`.
 
@@ -236,6 +242,7 @@ def largest_worthwhile(
         most: the largest number that is looked at.
         least: the least efficiency, from 0 to 1.
         weak: whether the work grows with the nodes.
+        can_run: whether the training can be divided over a number of nodes.
     """
     best = first = min(measured)
     for nodes in range(first + 1, most + 1):
@@ -244,8 +251,9 @@ def largest_worthwhile(
             efficiency = measured[first] * grown / measured[nodes]
         else:
             efficiency = model.seconds(first) * grown / model.seconds(nodes)
-        if efficiency >= least:
+        if efficiency < least:
+            if nodes in measured:
+                break
+        elif nodes in measured or can_run(nodes):
             best = nodes
-        elif nodes in measured:
-            break
     return best

@@ -16,7 +16,7 @@ from hpc_train.launch.launchers import cores_here
 from hpc_train.launch.queued import read_events, still_queued
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.submit import submit
-from hpc_train.scaling.study import ScaleRun, ScaleStudy
+from hpc_train.scaling.study import ATTEMPT, ScaleRun, ScaleStudy
 from hpc_train.times import time_text
 
 STUDY_POLL_SECONDS = 1.0  # between two looks at the files of the runs
@@ -159,7 +159,8 @@ def run_here(
 
 def _run(words: Sequence[str], environ: dict[str, str], run: ScaleRun) -> int:
     """Run a command, whose output goes to the run directory; returns its exit code."""
-    with (run.directory / "launch.out").open("ab") as output:
+    with (run.directory / "launch.out").open("ab", buffering=0) as output:
+        output.write(ATTEMPT.encode())
         process = subprocess.Popen(
             words, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )

@@ -16,6 +16,7 @@ from hpc_train.planning.schedules import micro_batching
 from hpc_train.scaling.results import MeasuredRun, read_run
 
 STUDY = "study.json"  # in the study's folder: what all runs have in common
+ATTEMPT = "hpc-train scale: this attempt begins here\n"  # a line in the output of a run
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,25 +111,36 @@ class ScaleStudy:
                 f"--warmup is {self.warmup}, and --steps {self.steps}", "give more steps"
             )
         for nodes in self.nodes:
-            ranks = nodes * self.ranks_per_node
-            if ranks % self._ranks_of_replica:
-                raise UserError(
-                    f"{ranks} ranks on {nodes} nodes are no multiple of parallel.tp x parallel.pp, "
-                    f"which is {self._ranks_of_replica}",
-                    "give other --nodes or --ranks_per_node",
+            self._check_division(nodes)
+
+    def can_run(self, nodes: int) -> bool:
+        """Whether the training can be divided over this number of nodes."""
+        try:
+            self._check_division(nodes)
+        except UserError:
+            return False
+        return True
+
+    def _check_division(self, nodes: int) -> None:
+        ranks = nodes * self.ranks_per_node
+        if ranks % self._ranks_of_replica:
+            raise UserError(
+                f"{ranks} ranks on {nodes} nodes are no multiple of parallel.tp x parallel.pp, "
+                f"which is {self._ranks_of_replica}",
+                "give other --nodes or --ranks_per_node",
+            )
+        try:
+            micro_batching(
+                replace(
+                    self.config,
+                    data=replace(self.config.data, batch=self.batch(nodes)),
+                    parallel=replace(self.config.parallel, dp=self.replicas(nodes)),
                 )
-            try:
-                micro_batching(
-                    replace(
-                        self.config,
-                        data=replace(self.config.data, batch=self.batch(nodes)),
-                        parallel=replace(self.config.parallel, dp=self.replicas(nodes)),
-                    )
-                )
-            except ConfigError as error:
-                raise UserError(
-                    f"on {nodes} nodes {error.cause}", "give another data.batch, or other --nodes"
-                ) from None
+            )
+        except ConfigError as error:
+            raise UserError(
+                f"on {nodes} nodes {error.cause}", "give another data.batch, or other --nodes"
+            ) from None
 
     def claim(self) -> None:
         """Write down what all runs have in common, or check that an earlier study had the same.
@@ -178,12 +190,11 @@ class ScaleStudy:
 
 
 def cause_of_failure(run: ScaleRun) -> str:
-    """The last error that a run's outputs tell; "" if they tell none."""
+    """The last error that the output of a run's last attempt tells; "" if it tells none."""
     outputs = [*run.directory.glob("*.out"), *run.directory.glob("*.o[0-9]*")]
-    for path in sorted(outputs, key=lambda path: -path.stat().st_mtime):
-        with suppress(OSError):
-            lines = path.read_text(errors="replace").splitlines()
-            told = [line for line in lines if "hpc-train: error:" in line]
-            if told:
-                return told[-1].split("hpc-train: error:")[1].strip()
+    with suppress(OSError, ValueError):  # there is no output
+        newest = max(outputs, key=lambda path: path.stat().st_mtime)
+        text = newest.read_text(encoding="utf-8", errors="replace").rpartition(ATTEMPT)[2]
+        told = [line for line in text.splitlines() if "hpc-train: error:" in line]
+        return told[-1].split("hpc-train: error:")[1].strip() if told else ""
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -25,6 +25,7 @@ from hpc_train.scaling.results import ERROR_OF_MEDIAN, MeasuredRun
 
 REACH = 8  # predictions go to so many times as many nodes as were measured
 MILLION = 1e6
+MUCH_LATENCY = 0.1  # share of a step from which on Amdahl's law says little
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,10 @@ class Figures:
     def serial_share(self) -> float | None:
         """Amdahl's share, or in weak scaling Gustafson's on most nodes.
 
-        None: it is not known, as the model gives no time on one node, or it is above 1, as more
-        nodes are slower than one.
+        None: it is not known, as the model gives no time on one node; it is above 1, as more nodes
+        are slower than one; or Amdahl's law does not hold, as the time grows with the nodes: the
+        largest job is slower than a smaller one, or the latency of messages, which grows, has
+        MUCH_LATENCY of its step.
         """
         if self.model is None:
             return None
@@ -120,6 +123,11 @@ class Figures:
         share: float | None
         if self.weak:
             share = max(0.0, gustafson_share(last.nodes / first.nodes, last.speedup))
+        elif (
+            last.seconds > min(row.seconds for row in self.measured)
+            or self.model.share_of_messages(last.nodes) > MUCH_LATENCY
+        ):
+            share = None
         else:
             share = self.model.serial_share
         return share if share is not None and share <= 1 else None
@@ -157,6 +165,7 @@ def figures_of(
     weak: bool,
     least_efficiency: float,
     most_nodes: int,
+    can_run: Callable[[int], bool] = lambda nodes: True,
     targets: Sequence[int] = (),
 ) -> Figures:
     """All figures of the runs of a study.
@@ -166,13 +175,15 @@ def figures_of(
         weak: whether the batch grows with the nodes.
         least_efficiency: the parallel efficiency below which more nodes are not worth it.
         most_nodes: the largest number of nodes that the training can be divided over.
+        can_run: whether it can be divided over a number of nodes, by default any.
         targets: numbers of nodes to predict; by default 2, 4 and 8 times as many as were measured.
             Those that cannot be predicted have no row.
     """
     basis: Basis = WEAK if weak else STRONG
     points = time_points(runs)
     largest = points[-1].nodes
-    most = max(largest, min(most_nodes, max([REACH * largest, *targets])))
+    most = min(most_nodes, max([REACH * largest, *targets]))
+    most = next((nodes for nodes in range(most, largest, -1) if can_run(nodes)), largest)
     rows = [_measured(point, runs, runs[0]) for point in points]
     by_nodes = {row.nodes: row for row in rows}
     rows = [_relative(row, by_nodes[points[0].nodes]) for row in rows]
@@ -180,7 +191,11 @@ def figures_of(
     if len(points) > 1:
         model = StepTimeModel.of(points, basis)
         wanted = sorted({*(targets or (2 * largest, 4 * largest, 8 * largest))} - {*by_nodes})
-        wanted = [nodes for nodes in wanted if nodes <= most and _batch(rows[0], nodes, weak=weak)]
+        wanted = [
+            nodes
+            for nodes in wanted
+            if nodes <= most and _batch(rows[0], nodes, weak=weak) and can_run(nodes)
+        ]
         for one in predictions(points, basis, wanted):
             batch = _batch(rows[0], one.nodes, weak=weak)
             row = ScaleRow(
@@ -200,7 +215,12 @@ def figures_of(
             )
             rows.append(_relative(row, rows[0]))
         worthwhile = largest_worthwhile(
-            model, {one.nodes: one.seconds for one in points}, most, least_efficiency, weak=weak
+            model,
+            {one.nodes: one.seconds for one in points},
+            most,
+            least_efficiency,
+            weak=weak,
+            can_run=can_run,
         )
     shared = next((told for run in runs if (told := run.told.get("shared_cores"))), "")
     if not shared and any(run.told["hosts"] < run.nodes for run in runs):

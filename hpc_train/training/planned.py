@@ -102,7 +102,7 @@ def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
                 engine=config.gradients.engine,
                 device="cpu" if on_cpu else "a GPU",
                 replicas=dp,
-                together=int(Candidate(sized, shape, node).replicas[1]),
+                together=int(Candidate(sized, shape, node).together.min()),
             )
             zero, _ = choose_zero(config.gradients, facts)
             zero = memory.stage or zero

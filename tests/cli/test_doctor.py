@@ -191,7 +191,7 @@ AMD = [4, "AMD", "ROCm"]
             "torch finds none, although it is built for CUDA: The NVIDIA driver on your system is",
             "the version of the node's driver",
         ),
-        ([], AMD, ["", ""], "torch is missing", "install torch for ROCm"),
+        ([], AMD, ["", ""], "torch does not load", "install torch for ROCm"),
     ],
 )
 def test_gpus_that_torch_does_not_see_are_warned_of(devices, gpus, build, text, remedy):
@@ -210,13 +210,25 @@ def test_two_mpi_libraries_in_one_process_are_an_error():
     assert "--rebuild" in finding.remedy
 
 
-@pytest.mark.parametrize(("cores", "status"), [([[0], [1]], "ok"), ([[0, 1], [0, 1]], "ok"),
-                                               ([[0], [0]], "warning")])  # fmt: skip
-def test_ranks_that_share_cores_are_warned_of(cores, status):
-    ranks = [{"host": "a", "cores": mine} for mine in cores]
-    finding = checks.binding(ranks)
-    assert finding.status == status
-    assert bool(finding.remedy) == (status == "warning")
+@pytest.mark.parametrize(
+    ("cores", "warning"),
+    [
+        ({"a": ["0", "1"]}, ""),
+        ({"a": ["01", "01"]}, ""),
+        ({"a": ["0", "0"]}, "2 ranks on 1 core of a: they share cores"),
+        ({"a": ["0", "1"], "b": ["0", "0"]}, "2 ranks on 1 core of b: they share cores"),
+        ({"a": ["0", "0", "0", "01234567"]}, "3 ranks on 1 core of a: they share cores"),
+        ({"a": ["0", "01", "01"]}, "3 ranks on 2 cores of a: they share cores"),
+    ],
+)
+def test_ranks_that_share_cores_are_warned_of(cores, warning):
+    finding = checks.binding(
+        [{"host": host, "physical_cores": [*mine]} for host, all_of in cores.items()
+         for mine in all_of]
+    )  # fmt: skip
+    assert finding.status == ("warning" if warning else "ok")
+    assert warning in finding.text
+    assert bool(finding.remedy) == bool(warning)
 
 
 def products(way, light, heavy, why="AMD with AVX2, measured 2026-11-22"):
@@ -258,12 +270,20 @@ def test_without_onednn_there_is_nothing_to_compare():
     assert "times as fast" not in finding.text
 
 
-def test_without_torch_there_are_no_matrix_products_and_mpi_is_still_looked_at(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+def test_a_torch_that_does_not_load_is_an_error_and_nothing_else_is_blamed(tmp_path):
+    missing = "libcublas.so.12: cannot open shared object file"
+    (tmp_path / "torch.py").write_text(f"raise OSError('{missing}')\n")
     done = run(*hpc_train("doctor", "--json"), environ={"PYTHONPATH": str(tmp_path)})
-    _, found = topics(done)
+    tree, found = topics(done)
+    assert (done.returncode, tree["ok"]) == (1, False)
+    assert found["torch"]["status"] == "error"
+    assert f"OSError: {missing}" in found["torch"]["text"]
+    assert "install torch again" in found["torch"]["remedy"]
     assert "matrix products" not in found
     assert "MPI_THREAD_MULTIPLE" in found["MPI"]["text"]
+    assert found["MPI"]["status"] == "ok"
+    assert "torch does not load" in found["Horovod"]["text"]
+    assert missing not in str([one for topic, one in found.items() if topic != "torch"])
 
 
 def test_nodes_are_counted_with_their_ranks():

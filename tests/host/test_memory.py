@@ -26,9 +26,12 @@ def test_cgroups_limit_what_is_free(tmp_path):
     everything = free_bytes(root, own)
     (root / "job" / "memory.max").write_text(f"{50 * MB}\n")
     (root / "job" / "memory.current").write_text(f"{30 * MB}\n")
-    (root / "job" / "memory.stat").write_text(f"anon 1\ninactive_file {5 * MB}\n")
+    (root / "job" / "memory.stat").write_text(
+        f"anon 1\nshmem {9 * MB}\ninactive_file {5 * MB}\nactive_file {8 * MB}\n"
+        f"file_dirty {2 * MB}\nfile_writeback {MB}\n"
+    )
     (group / "memory.max").write_text("max\n")
-    assert free_bytes(root, own) == 25 * MB < everything
+    assert free_bytes(root, own) == 30 * MB < everything
 
 
 def test_older_cgroups_limit_it_too(tmp_path):
@@ -38,8 +41,10 @@ def test_older_cgroups_limit_it_too(tmp_path):
     own.write_text("9:cpu:/other\n3:memory:/job\n")
     (group / "memory.limit_in_bytes").write_text(f"{40 * MB}\n")
     (group / "memory.usage_in_bytes").write_text(f"{10 * MB}\n")
-    (group / "memory.stat").write_text("cache 3\ntotal_inactive_file 0\n")
-    assert free_bytes(root, own) == 30 * MB
+    (group / "memory.stat").write_text(
+        f"dirty 9\ntotal_inactive_file 0\ntotal_active_file {4 * MB}\ntotal_dirty {MB}\n"
+    )
+    assert free_bytes(root, own) == 33 * MB
 
 
 def test_in_a_container_the_limit_is_that_of_the_root(tmp_path):

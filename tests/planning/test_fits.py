@@ -76,6 +76,17 @@ def test_less_is_needed_the_more_is_divided():
     assert job("--memory.recompute=full").needed() < job("--memory.recompute=selective").needed()
 
 
+def test_a_node_with_one_rank_has_all_parameters_for_it_alone():
+    node = np.array([0, 0, 0, 0, 0, 1]).reshape(-1, 1, 1)
+    unequal = replace(job("--memory.zero=1", "--parallel.dp=6", "--data.batch=48"), node=node)
+    equal = [
+        job("--memory.zero=1", f"--data.batch={16 * ranks}", nodes=2, ranks=ranks).needs()[0]
+        for ranks in (5, 1)
+    ]
+    assert unequal.needs().tolist() == equal
+    assert unequal.layout.needs[0] == equal[1], "the rank that needs most is alone on its node"
+
+
 def test_nothing_helps_a_job_that_is_far_too_large():
     with pytest.raises(ConfigError, match="take more nodes, or fewer ranks on each"):
         check_fits(job(), 1 << 20, NODES)

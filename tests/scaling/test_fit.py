@@ -100,11 +100,19 @@ def test_shares_of_amdahl_and_gustafson():
 def test_efficiency_of_half_is_where_serial_work_equals_the_share_of_each_node():
     model = StepTimeModel(STRONG, {"compute": 0.9, "inside": 0.1, "ring": 0.0, "message": 0.0})
     # 1 / (n t(n)) = 1 / (0.9 + 0.1 n) >= 1 / 2
-    assert largest_worthwhile(model, {1: model.seconds(1)}, 100, 0.5, weak=False) == 11
-    assert largest_worthwhile(model, {1: model.seconds(1)}, 8, 0.5, weak=False) == 8
+    assert (
+        largest_worthwhile(model, {1: model.seconds(1)}, 100, 0.5, weak=False, can_run=bool) == 11
+    )
+    assert largest_worthwhile(model, {1: model.seconds(1)}, 8, 0.5, weak=False, can_run=bool) == 8
     grown = StepTimeModel(WEAK, {"compute": 1.0, "ring": 0.0, "message": 0.1})
     # messages of 11 to 16 nodes take 2 x 4 of them
-    assert largest_worthwhile(grown, {1: grown.seconds(1)}, 100, 1 / 1.81, weak=True) == 16
+    assert (
+        largest_worthwhile(grown, {1: grown.seconds(1)}, 100, 1 / 1.81, weak=True, can_run=bool)
+        == 16
+    )
     # what was measured counts more than the model
     worse = {1: model.seconds(1), 2: 0.9 * model.seconds(1), 4: 0.9 * model.seconds(1)}
-    assert largest_worthwhile(model, worse, 8, 0.6, weak=False) == 1
+    assert largest_worthwhile(model, worse, 8, 0.6, weak=False, can_run=bool) == 1
+    # 11 nodes cannot be given equal parts of 64 samples
+    divides = lambda nodes: 64 % nodes == 0  # noqa: E731
+    assert largest_worthwhile(model, {1: 1.0}, 100, 0.5, weak=False, can_run=divides) == 8

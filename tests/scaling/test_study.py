@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.config.file import load
 from hpc_train.errors import UserError
-from hpc_train.scaling.study import STUDY, ScaleStudy
+from hpc_train.scaling.study import ATTEMPT, STUDY, ScaleStudy, cause_of_failure
 
 
 def study(folder, *options, nodes=(1, 2, 4), weak=False, **changed):
@@ -78,6 +78,22 @@ def test_a_damaged_study_is_written_anew(tmp_path, content):
     study(tmp_path).claim()
     with pytest.raises(UserError, match="another --steps"):
         study(tmp_path, steps=9).claim()
+
+
+def test_nodes_that_the_batch_cannot_be_divided_over_cannot_run(tmp_path):
+    assert [n for n in range(1, 20) if study(tmp_path).can_run(n)] == [1, 2, 4, 8]
+
+
+def test_the_cause_of_a_failure_is_that_of_the_last_attempt(tmp_path):
+    run = next(study(tmp_path).runs())
+    assert cause_of_failure(run) == ""
+    run.directory.mkdir()
+    output = run.directory / "launch.out"
+    first = f"{ATTEMPT}hpc-train: error: no data: give data.path\n"
+    output.write_text(first)
+    assert cause_of_failure(run) == "no data: give data.path"
+    output.write_text(f"{first}{ATTEMPT}Killed\n")
+    assert cause_of_failure(run) == ""
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):

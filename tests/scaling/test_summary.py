@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from hpc_train.planning.predict import rounds_of_messages
 from hpc_train.scaling.charts import LEFT, RIGHT, WIDTH, phase_chart
 from hpc_train.scaling.page import page
 from hpc_train.scaling.paragraph import paragraph, worthwhile
@@ -206,6 +207,25 @@ def test_more_nodes_that_are_slower_have_no_serial_share():
         assert figures.serial_share is None
         text = page(figures, "gpt", paragraph(figures, "gpt", 4, 1, None), "1.0")
         assert "serial share" not in text
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {1: 1.0, 2: 0.75, 4: 0.9, 8: 1.2, 16: 1.5},
+        {1: 1.0, 2: 1.0, 4: 4.0},
+        {n: 1 / n + 0.02 * rounds_of_messages(n) for n in (1, 2, 4, 8)},
+    ],
+)
+def test_a_time_that_grows_with_the_nodes_has_no_amdahl_share(times):
+    figures = figures_of([measured(n, t) for n, t in times.items()], weak=False, **LIMITS)
+    assert "Amdahl" not in paragraph(figures, "gpt", 4, 1, None)
+
+
+def test_only_numbers_of_nodes_that_can_be_run_are_told():
+    figures = strong(can_run=lambda nodes: 64 % nodes == 0, targets=[8, 11, 16, 40])
+    assert [row.nodes for row in figures.predicted] == [8, 16]
+    assert (figures.worthwhile, figures.most) == (8, 32)
 
 
 @pytest.mark.parametrize(

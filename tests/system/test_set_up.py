@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +76,98 @@ def test_no_network(checkout, tmp_path):
     assert not (checkout / ".venv" / "ready").exists()
 
 
+# Stand-ins for Python's venv and pip, and for the build of Horovod. They need no network.
+VENV_PROGRAM = """
+import os, pathlib, shutil, sys, time
+folder = pathlib.Path(sys.argv[-1])
+shutil.rmtree(folder, ignore_errors=True)
+(folder / "bin").mkdir(parents=True)
+(folder / "bin" / "python").symlink_to(sys.executable)
+if "CUT_OFF" in os.environ:
+    os.kill(os.getppid(), 9)
+while "WAIT_FOR" in os.environ and not os.path.exists(os.environ["WAIT_FOR"]):
+    time.sleep(0.05)
+"""
+PRINT_PATH = "import os\nprint(os.environ['PATH'], flush=True)\n"
+
+
+def put(folder, name, script="exit 0"):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def offline(checkout, tmp_path):
+    """Variables with which a set-up of the checkout needs neither a network nor a compiler."""
+    for name, program in (("venv", VENV_PROGRAM), ("pip", "")):
+        (tmp_path / "stubs" / name).mkdir(parents=True)
+        (tmp_path / "stubs" / name / "__init__.py").write_text("")
+        (tmp_path / "stubs" / name / "__main__.py").write_text(program)
+    (checkout / "hpc_train" / "build" / "horovod.py").write_text(PRINT_PATH)
+    put(tmp_path / "bin", "nvcc")
+    return {
+        "PYTHONPATH": str(tmp_path / "stubs"),
+        "PATH": str(tmp_path / "bin"),
+        "CXX": "/bin/true",
+    }
+
+
+def test_a_set_up_that_was_cut_off_can_be_repeated(checkout, offline):
+    assert set_up(checkout, **offline, CUT_OFF="1").returncode == -signal.SIGKILL
+    done = set_up(checkout, **offline)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "set-up: making .venv\n" in done.stdout
+    assert set_up(checkout, **offline).stdout == ""
+
+
+def test_a_second_set_up_waits_for_the_first_and_finds_all_done(checkout, offline, tmp_path):
+    end = {"env": os.environ | offline | {"WAIT_FOR": str(tmp_path / "go")}, "text": True}
+    begin = [sys.executable, "bootstrap.py"]
+    first = subprocess.Popen(begin, cwd=checkout, stdout=subprocess.PIPE, **end)
+    until = time.monotonic() + PATIENCE
+    while not (checkout / ".venv" / "bin" / "python").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    second = subprocess.Popen(begin, cwd=checkout, stdout=subprocess.PIPE, **end)
+    waits = second.stdout.readline()
+    (tmp_path / "go").touch()
+    rest, _ = second.communicate(timeout=PATIENCE)
+    assert (waits, rest) == ("set-up: waiting for another set-up of .venv\n", "")
+    assert "making .venv" in first.communicate(timeout=PATIENCE)[0]
+    assert (first.returncode, second.returncode) == (0, 0)
+
+
+def test_an_environment_for_another_place_or_mpi_is_made_anew(checkout, offline, tmp_path):
+    site, anew = tmp_path / "site", "set-up: making .venv anew, as it is for another place"
+    put(site, "mpicc")
+    with_site = offline | {"PATH": f"{offline['PATH']}:{site}"}
+    path_of_build = set_up(checkout, **offline).stdout.splitlines()[-1]
+    assert path_of_build.startswith(f"{checkout}/.venv/bin:"), "the wheel's compiler is the first"
+    with (checkout / "constraints.txt").open("a") as constraints:
+        constraints.write("# another one\n")
+    assert "making" not in set_up(checkout, **offline).stdout, "packages alone are set up again"
+    put(checkout / ".venv" / "bin", "mpicc")
+    (tmp_path / "link").symlink_to(checkout)
+    of_make = f"{tmp_path}/link/.venv/bin:{offline['PATH']}"
+    assert set_up(checkout, **offline | {"PATH": of_make}).stdout == "", "it is the wheel's own"
+    said = set_up(checkout, **with_site).stdout
+    assert anew in said
+    assert f"MPI: {site}/mpicc" in said
+    assert said.splitlines()[-1] == with_site["PATH"]
+    assert anew in set_up(checkout, **offline).stdout
+    moved = checkout.rename(tmp_path / "moved")
+    assert anew in set_up(moved, **offline).stdout
+
+
+def test_an_old_python_gets_as_far_as_the_check_of_its_version():
+    tree = ast.parse((ROOT / "bootstrap.py").read_text(), feature_version=(3, 6))
+    check = next(at for at, node in enumerate(tree.body) if isinstance(node, ast.If))
+    assert "version_info" in ast.dump(tree.body[check].test)
+    before = [node for node in tree.body[1:check] if not isinstance(node, ast.Import)]
+    assert all(isinstance(node, ast.ImportFrom) for node in before)
+    assert {node.module for node in before} <= {"collections.abc", "contextlib", "pathlib"}
+
+
 @MADE_BY_SET_UP
 def test_a_second_set_up_does_nothing():
     before = (ROOT / ".venv" / "ready").stat().st_mtime_ns
@@ -116,6 +211,60 @@ def test_no_make(tmp_path, programs):
     programs("cmake")
     with pytest.raises(SetupError, match="make is missing: install GNU make"):
         horovod_build.check_tools(tmp_path)
+
+
+def test_a_cmake_that_is_too_old_is_passed_over(tmp_path, monkeypatch):
+    put(tmp_path / "old", "cmake", "echo cmake version 3.10.2")
+    put(tmp_path / "new", "cmake", "echo cmake version 4.0.1")
+    monkeypatch.setattr(horovod_build, "search_path", lambda: f"{tmp_path}/old:{tmp_path}/new")
+    assert horovod_build.find_cmake() == f"{tmp_path}/new/cmake"
+    monkeypatch.setattr(horovod_build, "search_path", lambda: f"{tmp_path}/old")
+    with pytest.raises(SetupError, match=r"old/cmake is CMake 3.10, and 3.13 or newer is needed"):
+        horovod_build.check_tools(tmp_path)
+
+
+@pytest.mark.parametrize("cxx", ["", " "])
+def test_a_compiler_without_a_name_is_the_usual_one(cxx, tmp_path, monkeypatch):
+    put(tmp_path / "bin", "c++", "cat > /dev/null")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/bin")
+    monkeypatch.setenv("CXX", cxx)
+    toolchain.check_compiler()
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    mpi = horovod_build.Mpi(Path("/opt/mpi/bin/mpicxx"), "Open MPI 4.1.8", "-lmpi")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match="cannot be written: Not a directory: set XDG_CACHE_HOME"):
+        horovod_build.build_wheel(tmp_path / "file" / "cache", mpi, None)
+
+
+END_OF_PIP = """
+  error: subprocess-exited-with-error
+  note: This error originates from a subprocess, and is likely not a problem with pip.
+ERROR: Failed building wheel for horovod
+Failed to build horovod
+ERROR: Failed to build one or more wheels
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        (
+            "a.cc:3:10: fatal error: mpi.h: No such file\nmake: *** [a.o] Error 1\n"
+            "b.cc:1:1: error: another\nsubprocess.CalledProcessError: Command 'cmake'",
+            "a.cc:3:10: fatal error: mpi.h: No such file",
+        ),
+        (
+            "CMake Error at CMakeLists.txt:1 (find_package):\n\n  Could not find MPI\n",
+            "CMake Error at CMakeLists.txt:1 (find_package): Could not find MPI",
+        ),
+        ("FileNotFoundError: no 'cmake'", "FileNotFoundError: no 'cmake'"),
+        ("", "Failed to build horovod"),
+    ],
+)
+def test_a_failed_build_names_the_cause_and_not_the_end_of_pip(output, cause):
+    assert toolchain.cause_in(output + END_OF_PIP) == cause
 
 
 def test_no_mpi_compiler(programs):

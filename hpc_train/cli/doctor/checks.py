@@ -27,14 +27,19 @@ def python() -> Finding:
     return Finding("Python", OK, f"{platform.python_version()} ({sys.executable})")
 
 
-def torch() -> Finding:
-    """Check that torch is installed."""
+def torch(ranks: list[dict[str, Any]]) -> Finding:
+    """Check that torch is installed, and that it loads on all ranks."""
     try:
-        return Finding("torch", OK, importlib.metadata.version("torch"))
+        version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return Finding(
             "torch", ERROR, "not installed", "load the site's module or `pip install torch`"
         )
+    for rank in ranks:
+        if rank["torch_error"]:
+            text = f"{version} does not load on {rank['host']}: {rank['torch_error']}"
+            return Finding("torch", ERROR, text, "install torch again, or load its module")
+    return Finding("torch", OK, version)
 
 
 def hdf5() -> Finding:
@@ -115,6 +120,8 @@ def _numbers(text: str) -> str:
 
 def horovod(rank: dict[str, Any]) -> Finding:
     """Check that Horovod is built, for this torch and with MPI."""
+    if rank["torch_error"]:
+        return Finding("Horovod", WARNING, "not tried, as torch does not load", "mend torch first")
     built, error = rank["horovod"], rank["horovod_error"]
     build = f"`{runtime.BUILD_HOROVOD}`"
     if built is None and not error:
@@ -165,18 +172,19 @@ def nodes(ranks: list[dict[str, Any]]) -> Finding:
 
 
 def binding(ranks: list[dict[str, Any]]) -> Finding:
-    """Check that the ranks of a node have cores of their own."""
-    of_first_host = [rank for rank in ranks if rank["host"] == ranks[0]["host"]]
-    cores = {core for rank in of_first_host for core in rank["cores"]}
-    text = f"{plural(len(of_first_host), 'rank')} on {plural(len(cores), 'core')}"
-    text += f" of {ranks[0]['host']}"
-    if len(cores) < len(of_first_host):
-        free = os.cpu_count() or 0
-        remedy = "bind each rank to its own core"
-        if free <= len(cores):
-            remedy = "start fewer ranks per node"
-        return Finding("binding", WARNING, f"{text}: they share cores", remedy)
-    return Finding("binding", OK, text)
+    """Check that the ranks of each node have physical cores of their own."""
+    texts = []
+    for host in dict.fromkeys(rank["host"] for rank in ranks):
+        masks = [frozenset(rank["physical_cores"]) for rank in ranks if rank["host"] == host]
+        # These cores are all that some ranks have: first the smallest set of cores.
+        for cores in sorted({*masks, frozenset[str]().union(*masks)}, key=len):
+            held = sum(mask <= cores for mask in masks)
+            text = f"{plural(held, 'rank')} on {plural(len(cores), 'core')} of {host}"
+            if held > len(cores):
+                remedy = "bind each rank to a core of its own, or start fewer ranks per node"
+                return Finding("binding", WARNING, f"{text}: they share cores", remedy)
+        texts.append(text)
+    return Finding("binding", OK, texts[0])
 
 
 def devices(ranks: list[dict[str, Any]]) -> Finding:
@@ -193,7 +201,7 @@ def _unused(rank: dict[str, Any]) -> Finding:
     (count, vendor, needed), (build, why) = rank["gpus"], rank["build"]
     text = f"{rank['host']} has {count} {vendor} GPUs, and torch "
     if build != needed:
-        text += f"is built for {build}" if build else "is missing"
+        text += f"is built for {build}" if build else "does not load"
         remedy = f"install torch for {needed}: docs/how-to/cluster.md has the line"
         return Finding("devices", WARNING, text, remedy)
     text += f"finds none, although it is built for {build}" + (f": {why}" if why else "")

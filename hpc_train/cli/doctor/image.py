@@ -133,6 +133,7 @@ def _output(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         start_new_session=True,
     ) as process:
         try:

@@ -58,7 +58,9 @@ def _providers() -> list[str] | None:
     """The networks of libfabric; None if the image has no program that tells them."""
     if not shutil.which("fi_info"):
         return None
-    done = subprocess.run(["fi_info", "-l"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["fi_info", "-l"], capture_output=True, text=True, errors="replace", check=False
+    )
     return re.findall(r"^(\w+):", done.stdout, re.MULTILINE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.errors import HpcTrainError
+from hpc_train.host.cores import physical_cores
 from hpc_train.mpi import gpus, runtime, visible
 
 if TYPE_CHECKING:
@@ -29,26 +31,38 @@ def probe() -> list[dict[str, Any]]:
         MPI = runtime.import_mpi()
     except HpcTrainError as error:
         return [{"error": error.cause, "remedy": error.remedy}]
-    with_horovod, horovod_error = _horovod()
+    torch_error = _torch_error()
+    with_horovod, horovod_error = (None, "") if torch_error else _horovod()
     mine = {
         "rank": started.world.rank,
         "local_rank": started.node.rank,
         "host": socket.gethostname(),
         "cores": sorted(os.sched_getaffinity(0)),
+        "physical_cores": sorted(physical_cores(os.sched_getaffinity(0))),
         "mpi": runtime.library_version(MPI),
         "mpi4py": importlib.metadata.version("mpi4py"),
         "thread_multiple": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+        "torch_error": torch_error,
         "horovod": with_horovod,
         "horovod_error": horovod_error,
         "libmpi": _loaded_libmpi(),
-        "devices": _devices(),
+        "devices": [] if torch_error else _devices(),
         "gpus": offered,
-        "build": _build(),
-        "products": _products() if started.node.rank == 0 else None,
+        "build": ("", "") if torch_error else _build(),
+        "products": None if torch_error or started.node.rank else _products(),
     }
     everyone = started.world.comm.gather(mine) if started.world.comm else [mine]
     started.close()
     return everyone or [mine]
+
+
+def _torch_error() -> str:
+    """Why torch does not load; "" if it does."""
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # noqa: BLE001  # a library that is missing is an OSError, for one
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
 
 
 def _horovod() -> tuple[dict[str, Any] | None, str]:
@@ -75,10 +89,8 @@ def _loaded_libmpi() -> list[str]:
 
 
 def _devices() -> list[str]:
-    try:
-        import torch
-    except ImportError:  # the check of torch reports it
-        return []
+    import torch
+
     return [
         module.get_device_name(number)
         for module in (torch.cuda, torch.xpu)
@@ -87,11 +99,9 @@ def _devices() -> list[str]:
 
 
 def _build() -> tuple[str, str]:
-    """As `built_for`; nothing without torch."""
-    try:
-        from hpc_train.training.device import built_for
-    except ImportError:
-        return "", ""
+    """As `built_for`."""
+    from hpc_train.training.device import built_for
+
     return built_for()
 
 
@@ -103,10 +113,8 @@ def _gpus() -> tuple[int, str, str] | None:
 
 def _products() -> dict[str, Any] | None:
     """The table's choice for float32 matrices here, and oneDNN's measured speed; None on GPUs."""
-    try:
-        from hpc_train.models import linear, trial
-    except ImportError:  # without torch
-        return None
+    from hpc_train.models import linear, trial
+
     if _devices():
         return None
     speed = trial.onednn_speed() if linear.onednn_works() else None
@@ -128,6 +136,7 @@ def probe_in_a_rank() -> list[dict[str, Any]]:
             line.words,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=RANK_PROBE_SECONDS,
             env={**os.environ, **line.environ},
             check=False,

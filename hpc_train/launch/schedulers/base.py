@@ -286,6 +286,7 @@ def submitted(
         stdin=None if stdin else subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        errors="replace",
         check=False,
         env={**outside(os.environ), **(environ or {})},
     )
@@ -304,6 +305,7 @@ def ask(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
             words,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=ANSWER_SECONDS,
             check=False,
             env=dict(os.environ) | {"LC_ALL": "C", "FLUX_F58_FORCE_ASCII": "1"},
