@@ -134,12 +134,20 @@ def set_up() -> None:
     check_compiler()
     check_headers()
     check_disk(ROOT, FREE_BYTES)
+    made_for = MADE_FOR.read_text(encoding="utf-8") if MADE_FOR.is_file() else ""
+    same_place = made_for.splitlines()[:2] == purpose().splitlines()[:2]
+    if same_place and made_for != purpose():  # a shell without the module is a common mistake
+        made, here = (text.splitlines()[2] for text in (made_for, purpose()))
+        raise SetupError(
+            f"{VENV.name} is for the MPI {made}, and this shell has {here}",
+            f"load the module of that MPI, or remove {VENV} to set it up for this one",
+        )
     STAMP.unlink(missing_ok=True)
-    if not (PYTHON.exists() and MADE_FOR.is_file()):
+    if not (PYTHON.exists() and made_for):
         say(f"making {VENV.name}")
         make_venv()
-    elif MADE_FOR.read_text(encoding="utf-8") != purpose():
-        say(f"making {VENV.name} anew, as it is for another place, Python or MPI")
+    elif not same_place:
+        say(f"making {VENV.name} anew, as it is for another place or Python")
         make_venv()
     site_mpi = site_mpicc()
     say("installing torch, h5py, mpi4py and the tools of this project")

