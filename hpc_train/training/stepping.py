@@ -91,6 +91,7 @@ class Stepping(Delivery):
         finally:
             self._may_step = self._is_scaled = False
         if not taken:
+            self._stepped.add(id(self.optimizer))
             self._taken = self._given
             logger.warning("step %d skipped: %s", self._given, self.scaler.describe())
         return taken
