@@ -236,16 +236,18 @@ class BucketAverager:
             heard = self.progress.complete(self._told(Place.AVERAGE, facts))
             if heard.failed:
                 settle(self._census, failure)
+            # Equal gradients stay as they are: their sum over the ranks would be rounded.
+            fresh = heard.fresh or filling.differ(self._census)
         if self._devices:  # otherwise the time in which they compute would count as communication
             with self.group.waiting.phases("backward"):
                 self.progress.complete(computed(self._devices))
         with self.group.waiting(self.awaited):
-            if heard.fresh:
+            if fresh:
                 filling.collect()
                 filling.sum_rest()
             if heard.late:
                 self._add_late()
-        if heard.fresh:
+        if fresh:
             self._publish(heard.used.tolist())
             filling.learn(restless=heard.restless or heard.late)
         filling.over, filling.stirred = True, False
@@ -420,7 +422,6 @@ class BucketAverager:
         if self._looked:  # `p.grad /= 2` has put the promise back into `grad`
             self._looked = False
             self._filling.show()
-        self._filling.remember()
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals of compression, which are in units of the old loss scale."""
