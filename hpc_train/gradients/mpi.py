@@ -35,7 +35,7 @@ from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.staged_sums import in_host_memory
 from hpc_train.gradients.staging import computed
 from hpc_train.gradients.sums import LevelSums, Sums
-from hpc_train.gradients.weight import sample_weight
+from hpc_train.gradients.weight import mean_loss, sample_weight
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
@@ -404,15 +404,9 @@ class BucketAverager:
         def averaged() -> Any:
             loss = closure()
             self.average()
-            return loss if loss is None else self._mean(loss)
+            return loss if loss is None else mean_loss(self._collectives, loss)
 
         return averaged
-
-    def _mean(self, loss: Tensor | float) -> Tensor:
-        """The mean of the ranks' losses, for optimizers with a line search. Collective."""
-        mean = torch.as_tensor(loss).detach().clone()
-        self._collectives.sum_(mean)
-        return mean.div_(self.group.size)
 
     def _after_step(self) -> None:
         """Get ready for the next step."""

@@ -248,7 +248,7 @@ def test_a_closure_is_clipped_each_time(job, together):
     close(job_.state(), plain(clip=0.05, optimizer=lbfgs))
 
 
-def search_then_step(model, searching, stepping, batch):
+def search_then_step(model, searching, stepping, batch, number):
     """Train one layer by a line search, then the other one by a step."""
     inputs, targets = batch
 
@@ -256,7 +256,7 @@ def search_then_step(model, searching, stepping, batch):
         searching.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
-        return loss
+        return loss.item() if number else loss
 
     searching.step(closure)
     stepping.zero_grad()
@@ -265,7 +265,8 @@ def search_then_step(model, searching, stepping, batch):
 
 
 @pytest.mark.mpi
-def test_the_closure_of_another_optimizer_returns_the_mean_too(job, together):
+@pytest.mark.parametrize("number", [False, True])
+def test_the_closure_of_another_optimizer_returns_the_mean_too(job, together, number):
     def made():
         model = make_model("plain")
         search = {"lr": 0.5, "max_iter": 3, "line_search_fn": "strong_wolfe"}
@@ -276,11 +277,12 @@ def test_the_closure_of_another_optimizer_returns_the_mean_too(job, together):
         loop.register("searching", searching)
         for _, batches in loop.epochs(data(), batch=BATCH, epochs=2):
             for batch in batches:
-                search_then_step(model, searching, stepping, batch)
+                search_then_step(model, searching, stepping, batch, number)
     alone, searching, stepping = made()
     samples, order = data(), SampleOrder(SAMPLES, BATCH)
     for step in range(1, 2 * order.steps_per_epoch + 1):
-        search_then_step(alone, searching, stepping, samples[order.indices(step, 0, BATCH)])
+        batch = samples[order.indices(step, 0, BATCH)]
+        search_then_step(alone, searching, stepping, batch, number)
     close(list(model.state_dict().values()), list(alone.state_dict().values()))
 
 
