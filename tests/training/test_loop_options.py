@@ -345,11 +345,13 @@ def test_a_loss_of_the_samples_of_all_ranks_has_second_derivatives(job, together
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_gather_of_other_shapes_is_refused(job, together):
+def test_a_gather_of_other_shapes_or_in_a_transform_is_refused(job, together):
     mine = Job(job, together / "run")
     with pytest.raises(UserError, match=r"what loop.gather was given \(shape and dtype\)"):
         mine.loop.gather(torch.ones(1 + job.world.rank))
     assert mine.loop.gather(torch.ones(2, dtype=torch.complex64)).shape == (2 * job.world.size,)
+    with pytest.raises(UserError, match=r"loop.gather needs the samples .*autograd\.grad"):
+        torch.func.grad(lambda x: mine.loop.gather(x).sum())(torch.ones(2))
 
 
 @pytest.mark.mpi
