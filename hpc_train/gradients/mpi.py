@@ -200,16 +200,19 @@ class BucketAverager:
             self._filling.promise()
         return sample_weight(self.group, items)
 
-    def leave_step(self) -> None:
+    def leave_step(self, awaited: str = "the ranks to leave a step") -> None:
         """Tell the other ranks that this one is between two steps. Collective.
 
         For a loop whose ranks come together between steps anyway.
+
+        Args:
+            awaited: what this rank waits for, for the message if a rank does not come.
 
         Raises:
             UserError: some ranks average instead; all ranks raise it.
         """
         if self.group.size > 1:
-            with self.group.waiting("the ranks to leave a step"):
+            with self.group.waiting(awaited):
                 self.progress.complete(self._told(Place.LEAVE))
 
     def _told(self, place: Place, facts: Facts | None = None) -> Coroutine[Facts]:

@@ -20,7 +20,7 @@ from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
 from hpc_train.job.leaving import LeftBySome
-from hpc_train.job.preemption import StopRequests
+from hpc_train.job.preemption import AFTER_LEAVING, StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import same
@@ -184,12 +184,12 @@ class Delivery(LoopLife):
                 self._looked = True
                 self.registered.check()
 
-    def _leave_step(self) -> None:
+    def _leave_step(self, *awaited: str) -> None:
         """Meet the other ranks after a step. If one averages instead, all raise. Collective."""
         if self._computing:
             self._computing = False
             self._check_not_replaced()
-            self.averager.leave_step()
+            self.averager.leave_step(*awaited)
         if self._skipped:
             self._taken = self._given
 
@@ -263,7 +263,7 @@ class Delivery(LoopLife):
         """Save the last step if all ranks have left the loop; otherwise all raise. Collective."""
         if self._is_replaced or self._is_over:  # the parameters are another loop's, or nobody waits
             return
-        self._leave_step()
+        self._leave_step(AFTER_LEAVING)
         stop.leave(self.group)
         what, whole = "the step in which the loop was left", self._is_whole()
         same(self.group, what, f"{self._taken} {whole}", "let all ranks leave it together")
