@@ -16,6 +16,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpc_train.collectives.protocol import Collectives
+from hpc_train.errors import UserError
+
+
+def check_no_transform(what: str, remedy: str) -> None:
+    """Refuse torch.func's transforms. They call with tensors that have no memory to communicate.
+
+    Raises:
+        UserError: a transform is active on this rank, and so on all that run the same program.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise UserError(
+            f"{what} needs the samples of all ranks, and torch.func (grad ...) does not see them",
+            remedy,
+        )
 
 
 class _SumForward(torch.autograd.Function):

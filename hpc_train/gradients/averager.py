@@ -94,10 +94,13 @@ class GradientAverager(Protocol):
         steps. Without it one pass is expected.
         """
 
-    def leave_step(self) -> None:
+    def leave_step(self, awaited: str = "the ranks to leave a step") -> None:
         """Tell the other ranks that this one is between two steps. Collective.
 
         For a loop whose ranks all come to this point. A rank that averages instead makes all raise.
+
+        Args:
+            awaited: what this rank waits for, for the message if a rank does not come.
         """
 
     def refresh(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +28,7 @@ from hpc_train.gradients.slots import (
     slots_of_buckets,
 )
 from hpc_train.gradients.sums import Sums
+from hpc_train.mpi.group import Group
 
 ENGINE = torch.autograd.Variable._execution_engine
 CONVERT_BEFORE = "convert the model and change the optimizer before averaging is set up"
@@ -274,20 +276,27 @@ class Filling:
             elif gradient is not slot.pending:
                 slot.take(gradient)
 
-    def remember(self) -> None:
-        """Remember what gradients are after a step, for `renewed`."""
-        for slot in self.all_slots:
-            slot.version = -1 if slot.gradient is None else slot.gradient._version
-
     def renewed(self) -> bool:
-        """Whether the program has set gradients by itself since the last step."""
-        for slot in self.all_slots:
+        """Whether the program has put other gradients in the place of averaged ones."""
+        gradients = ((slot, slot.parameter.grad) for slot in self.all_slots)
+        return any(
+            g is not None and g is not s.pending and g is not s.gradient for s, g in gradients
+        )
+
+    def differ(self, group: Group) -> bool:
+        """Whether the ranks have different averaged gradients. Collective.
+
+        Averaging made them the same. So if they differ, the program has written others into them,
+        which torch does not always count as a change of the tensor (`p.grad.data.copy_(...)`).
+        """
+        found = xxhash.xxh3_128()
+        for number, slot in enumerate(self.all_slots):
             gradient = slot.parameter.grad
-            if gradient is None or gradient is slot.pending:
-                continue
-            if gradient is not slot.gradient or gradient._version != slot.version:
-                return True
-        return False
+            if gradient is not None and gradient is not slot.pending:
+                found.update(f"{number} ".encode())
+                flat = gradient.detach().contiguous().view(-1)
+                found.update(flat.view(torch.uint8).cpu().numpy().data)
+        return len(set(group.gathered(found.digest()))) > 1
 
     def show(self) -> None:
         """Replace the promise in `grad` by the averaged gradient itself."""

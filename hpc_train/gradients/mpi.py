@@ -35,7 +35,7 @@ from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.staged_sums import in_host_memory
 from hpc_train.gradients.staging import computed
 from hpc_train.gradients.sums import LevelSums, Sums
-from hpc_train.gradients.weight import sample_weight
+from hpc_train.gradients.weight import mean_loss, sample_weight
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
@@ -200,16 +200,19 @@ class BucketAverager:
             self._filling.promise()
         return sample_weight(self.group, items)
 
-    def leave_step(self) -> None:
+    def leave_step(self, awaited: str = "the ranks to leave a step") -> None:
         """Tell the other ranks that this one is between two steps. Collective.
 
         For a loop whose ranks come together between steps anyway.
+
+        Args:
+            awaited: what this rank waits for, for the message if a rank does not come.
 
         Raises:
             UserError: some ranks average instead; all ranks raise it.
         """
         if self.group.size > 1:
-            with self.group.waiting("the ranks to leave a step"):
+            with self.group.waiting(awaited):
                 self.progress.complete(self._told(Place.LEAVE))
 
     def _told(self, place: Place, facts: Facts | None = None) -> Coroutine[Facts]:
@@ -236,16 +239,18 @@ class BucketAverager:
             heard = self.progress.complete(self._told(Place.AVERAGE, facts))
             if heard.failed:
                 settle(self._census, failure)
+            # Equal gradients stay as they are: their sum over the ranks would be rounded.
+            fresh = heard.fresh or filling.differ(self._census)
         if self._devices:  # otherwise the time in which they compute would count as communication
             with self.group.waiting.phases("backward"):
                 self.progress.complete(computed(self._devices))
         with self.group.waiting(self.awaited):
-            if heard.fresh:
+            if fresh:
                 filling.collect()
                 filling.sum_rest()
             if heard.late:
                 self._add_late()
-        if heard.fresh:
+        if fresh:
             self._publish(heard.used.tolist())
             filling.learn(restless=heard.restless or heard.late)
         filling.over, filling.stirred = True, False
@@ -402,15 +407,9 @@ class BucketAverager:
         def averaged() -> Any:
             loss = closure()
             self.average()
-            return loss if loss is None else self._mean(loss)
+            return loss if loss is None else mean_loss(self._collectives, loss)
 
         return averaged
-
-    def _mean(self, loss: Tensor | float) -> Tensor:
-        """The mean of the ranks' losses, for optimizers with a line search. Collective."""
-        mean = torch.as_tensor(loss).detach().clone()
-        self._collectives.sum_(mean)
-        return mean.div_(self.group.size)
 
     def _after_step(self) -> None:
         """Get ready for the next step."""
@@ -420,7 +419,6 @@ class BucketAverager:
         if self._looked:  # `p.grad /= 2` has put the promise back into `grad`
             self._looked = False
             self._filling.show()
-        self._filling.remember()
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals of compression, which are in units of the old loss scale."""

@@ -75,7 +75,6 @@ class Slot:
     Attributes:
         gradient: the value of `grad` after averaging: on the view's memory, or a copy in the
             parameter's dtype and on its device; None if no rank has all of it.
-        version: torch's count of the writes to it, after the last step.
         pending: the value of `grad` before averaging.
         before: number of gradients in the last step.
         filled: whether the bucket has a gradient of this step.
@@ -107,7 +106,6 @@ class Slot:
         "parameter",
         "pending",
         "share",
-        "version",
         "view",
         "writer",
     )
@@ -125,7 +123,6 @@ class Slot:
         self.writer, self.last_write = writer, 0
         self.gradient = writer.published(parameter, view, home)
         self.apart = self.gradient is not None and self.gradient.data_ptr() != view.data_ptr()
-        self.version = -1
         self._average = average
         self.pending = self._promise()
         self.filled = self.begun = self.hollow = False

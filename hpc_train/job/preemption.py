@@ -30,6 +30,8 @@ ENOUGH = 1002
 INTERRUPTED = 1003
 LEFT = 1004  # above all others: all ranks must then tell who has left
 EARLY = 0.1  # share of a job's time after which it must know how long a checkpoint takes
+AFTER_LEAVING = "the other ranks, after it left its loop"
+"""What a rank waits for that has left its loop."""
 LEAVING = 60.0  # seconds in which the other ranks must follow a rank that has left its loop
 KEPT_SECONDS = 60.0  # seconds in which a program that is starting must come to answer a signal
 ONE_PRESS = 1.0  # seconds in which signals of one Ctrl-C come
@@ -272,7 +274,7 @@ class StopRequests:
         """
         before, group.waiting.limit = group.waiting.limit, LEAVING
         try:
-            settle(group, None, LEFT, "the other ranks, after it left its loop")
+            settle(group, None, LEFT, AFTER_LEAVING)
             check_left_by_all(group, left=True)
         finally:
             group.waiting.limit = before

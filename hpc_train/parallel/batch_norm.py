@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hpc_train.collectives import Collectives
+from hpc_train.collectives.regions import check_no_transform
 from hpc_train.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,10 @@ class _Synchronized:
             result: Tensor = super().forward(x)  # type: ignore[misc]
             return result
         self._check_input_dim(x)
+        check_no_transform(
+            f"BatchNorm layer {self.sums.name}",
+            'compute gradients by torch.autograd.grad, or set batch_norm to "local"',
+        )
         mean, var, count = _statistics(x, self.running_mean, self.sums)
         if self.track_running_stats and self.running_mean is not None:
             self.num_batches_tracked.add_(1)

@@ -20,7 +20,7 @@ from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
 from hpc_train.job.leaving import LeftBySome
-from hpc_train.job.preemption import StopRequests
+from hpc_train.job.preemption import AFTER_LEAVING, StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import same
@@ -98,9 +98,8 @@ class Delivery(LoopLife):
                 )
                 error.agreed = True
                 raise error
-            skipped = self._scales != self.registered.scales  # torch's GradScaler skipped a step
             whole = left == order.steps_per_epoch  # after a resume, it may be the rest of one
-            if whole and self.group.largest(self._taken) <= done - left and not skipped:
+            if whole and self.group.largest(self._taken) <= done - left and not self._skipped:
                 error = UserError(
                     "no step of the loop's optimizer was taken in a whole epoch",
                     "give the loop the optimizer whose step the program calls",
@@ -175,7 +174,8 @@ class Delivery(LoopLife):
                 self.step_due = number == len(step.micro_batches) - 1
                 yield micro_batch.data
             self._leave_step()
-            self._habits.add(frozenset(self._stepped))
+            if not self._skipped:
+                self._habits.add(frozenset(self._stepped))
             self._stepped.clear()
             records.report.last_step = self._taken
             # Some objects make their state in the first step. If a checkpoint cannot hold it, the
@@ -184,15 +184,21 @@ class Delivery(LoopLife):
                 self._looked = True
                 self.registered.check()
 
-    def _leave_step(self) -> None:
+    def _leave_step(self, *awaited: str) -> None:
         """Meet the other ranks after a step. If one averages instead, all raise. Collective."""
         if self._computing:
             self._computing = False
             self._check_not_replaced()
-            self.averager.leave_step()
-        # A step that torch's GradScaler has skipped counts as taken, too.
-        if self._scales != self.registered.scales:
-            self._taken, self._scales = self._given, self.registered.scales
+            self.averager.leave_step(*awaited)
+        if self._skipped:
+            self._taken = self._given
+
+    @property
+    def _skipped(self) -> bool:
+        """Whether torch's GradScaler has skipped a step in this batch. That counts as taken."""
+        return any(
+            now < was for now, was in zip(self.registered.scales, self._scales, strict=False)
+        )
 
     @property
     def loss_weight(self) -> float:
@@ -245,6 +251,7 @@ class Delivery(LoopLife):
         """Let the end of the program end this loop if the user has left it open."""
         self._stepping.clear()
         self._stepped.clear()
+        self._scales = []
         try:
             with super()._until_end():
                 yield
@@ -256,18 +263,36 @@ class Delivery(LoopLife):
         """Save the last step if all ranks have left the loop; otherwise all raise. Collective."""
         if self._is_replaced or self._is_over:  # the parameters are another loop's, or nobody waits
             return
-        self._leave_step()
+        self._leave_step(AFTER_LEAVING)
         stop.leave(self.group)
-        what = "the step in which the loop was left"
-        # The state is incomplete if a step was interrupted. If some optimizers have stepped and
-        # others have not, it is complete only if that is usual and no error has come between.
-        usual = set() if self._raised else self._habits
-        whole = not self._stepping and (
-            self._stepped in (set(), self._optimizers) or self._stepped in usual
-        )
+        what, whole = "the step in which the loop was left", self._is_whole()
         same(self.group, what, f"{self._taken} {whole}", "let all ranks leave it together")
         if whole:
             self.saving.last(self.checkpoints, self._taken)
+            return
+        self.checkpoints.finish()
+        if self._taken > self.checkpoints.saved_step:
+            logger.warning(
+                "the loop was left in step %d, which may be half done, so no checkpoint has it: a "
+                "restart begins with step %d",
+                self._taken,
+                self.checkpoints.saved_step + 1,
+            )
+
+    def _is_whole(self) -> bool:
+        """Whether the state is one between two batches, as the loop was left.
+
+        It is not if a step was interrupted. If only some of several optimizers have stepped in the
+        batch, it is if this is usual, or if a step was skipped: then the scale was changed, which
+        comes last. But an error may have come between two steps. The loop knows of it only if it
+        has left the `with` block: an iterator that it drops looks like one that `break` drops.
+        """
+        if self._stepping:
+            return False
+        begun = bool(self._stepped) or self._skipped
+        if len(self._optimizers) == 1 or self._stepped == self._optimizers or not begun:
+            return True
+        return not self._raised and (self._skipped or self._stepped in self._habits)
 
     def _stop_requests(self) -> StopRequests:
         """The reasons to stop: signals, the stop file and the time limit of the options."""

@@ -51,7 +51,7 @@ class LoopLife:
         self._is_over = False  # all ranks know that some of them have left it
         self._is_replaced = False  # another loop averages the optimizer's gradients now
         self._failed = False  # the program has failed, so no last checkpoint is written
-        self._raised = False  # an error of any kind has left the `with` block on this rank
+        self._raised = False  # an error, not sys.exit(), has left the `with` block on this rank
         self._closed = False
         self._hooks: list[RemovableHandle | Gate] = []
         self._watchdog: Watchdog | None = None
@@ -66,7 +66,7 @@ class LoopLife:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        self._raised |= error is not None
+        self._raised |= not isinstance(error, SystemExit | None)
         if leave_together(self.group, error):
             self._failed |= isinstance(error, HpcTrainError)
             self.close()

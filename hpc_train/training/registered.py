@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
@@ -178,13 +179,19 @@ class Registered(ExtraState):
                         "register an object that has them",
                     )
         self._tell_of_lost_optimizers(others.values())
-        # torch marks the step of an optimizer that was given to a scheduler.
-        steered = getattr(self.optimizer.step, "_wrapped_by_lr_sched", False)
-        if steered and not any(map(self._steers, self.things.values())):
-            logger.warning(
-                "the optimizer has a learning-rate scheduler that is not registered, so neither it "
-                "nor the learning rate is saved: give it to loop.register"
-            )
+        self._tell_of_lost_schedulers(others)
+
+    def _tell_of_lost_schedulers(self, others: Mapping[str, Optimizer]) -> None:
+        # Nothing refers from an optimizer to its schedulers, so they are looked for.
+        there = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
+        for name, optimizer in {"": self.optimizer, **others}.items():
+            kept = (self._steers(thing, optimizer) for thing in self.things.values())
+            if any(self._steers(one, optimizer) for one in there) and not any(kept):
+                logger.warning(
+                    "the optimizer%s has a learning-rate scheduler that is not registered, so a "
+                    "resumed run lacks its state: give it to loop.register",
+                    name and f" {name!r}",
+                )
 
     def _tell_of_lost_optimizers(self, others: Iterable[Optimizer]) -> None:
         saved = {name for other in others for name in self.shared_with(other)}
@@ -253,13 +260,17 @@ class Registered(ExtraState):
             trees[""] = encode(options, f"{PREFIX}..groups", tensors)
         self._trees, self._tensors = trees, tensors
 
-    def _steers(self, thing: Any) -> bool:
-        """Whether an object changes the options of the optimizer's groups, as a scheduler does."""
+    def _steers(self, thing: Any, optimizer: Optimizer | None = None) -> bool:
+        """Whether an object changes the options of an optimizer's groups, as a scheduler does.
+
+        Without the argument `optimizer` it is the loop's own.
+        """
         # Groups are compared, because the object may have the optimizer that Horovod has wrapped.
         inside = [one for one in _held_by(thing) if isinstance(one, LRScheduler)]
         optimizers = [getattr(one, "optimizer", None) for one in (thing, *inside)]
         groups = [group for one in optimizers for group in getattr(one, "param_groups", [])]
-        return any(one is other for one in groups for other in self.optimizer.param_groups)
+        own = (optimizer or self.optimizer).param_groups
+        return any(one is other for one in groups for other in own)
 
     def _digest(self, name: str, tree: Any) -> str:
         """A hash of an object's state: of its JSON and its tensors."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpc_train.collectives import Collectives
-from hpc_train.collectives.regions import joined
+from hpc_train.collectives.regions import check_no_transform, joined
 from hpc_train.errors import UserError
 from hpc_train.gradients import LossScaler
 from hpc_train.gradients.hooks import Closure, replaced_closure
@@ -91,6 +91,7 @@ class Stepping(Delivery):
         finally:
             self._may_step = self._is_scaled = False
         if not taken:
+            self._stepped.add(id(self.optimizer))
             self._taken = self._given
             logger.warning("step %d skipped: %s", self._given, self.scaler.describe())
         return taken
@@ -182,9 +183,11 @@ class Stepping(Delivery):
             Shape (ranks x samples, ...), in the order of the ranks, as one process has them.
 
         Raises:
-            UserError: shapes or dtypes differ between ranks.
+            UserError: shapes or dtypes differ between ranks, or a transform of torch.func calls it.
         """
         self._check_open()
+        if self.group.size > 1:
+            check_no_transform("loop.gather", "compute gradients by torch.autograd.grad")
         form = f"{list(values.shape)} {values.dtype}"
         with self._watched():
             same(

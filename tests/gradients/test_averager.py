@@ -324,6 +324,29 @@ def test_scaling_averages_first(job, zero):
     assert torch.allclose(model.weight, before - mean)
 
 
+@pytest.mark.ranks(1, 3)
+def test_gradients_written_without_a_backward_pass_are_averaged(group):
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    averager = average_gradients(model, optimizer, group, AveragingOptions(engine="mpi"))
+    model(torch.full((1, 3), group.rank + 1.0)).sum().backward()
+    optimizer.step()
+    optimizer.step()  # nothing was written: the same gradient once more
+    mean = (group.size + 1) / 2
+    twice = model.weight.detach().clone()
+    model.weight.grad.data.copy_(torch.full((1, 3), 10.0 * (group.rank + 1)))
+    optimizer.step()
+    third = torch.full((1, 3), 0.1)
+    model.weight.grad.copy_(third)  # on all ranks the same, so that no sum rounds it
+    before = model.weight.detach().clone()
+    optimizer.step()
+    averager.close()
+    assert torch.allclose(twice, torch.full((1, 3), -2 * mean))
+    assert torch.allclose(before, twice - 10 * mean)
+    assert torch.equal(model.weight, before - third)
+
+
 def test_a_rank_alone_clips_sparse_gradients(job):
     model = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())

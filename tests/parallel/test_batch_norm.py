@@ -123,6 +123,16 @@ def test_ranks_of_which_only_some_create_a_graph_are_refused(job):
         loss.backward(create_graph=job.world.rank == 0)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_transform_of_torch_func_is_refused(job):
+    model = domains(connect(job.world))
+    x = torch.randn(4, 3).double()
+    with pytest.raises(UserError, match=r"layer 0 needs the samples of all ranks.*autograd\.grad"):
+        torch.func.grad(lambda x: model[0](x).square().sum())(x)
+    model.eval()
+    assert torch.func.grad(lambda x: model[0](x).square().sum())(x).any()
+
+
 @pytest.mark.mpi
 def test_a_model_in_bfloat16_has_statistics_in_float32(job):
     over = connect(job.world)

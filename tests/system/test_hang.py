@@ -144,7 +144,7 @@ ASTRAY = """
 import sys, time, torch, hpc_train
 
 def main(runtime):
-    model = torch.nn.Linear(2, 1)
+    model = MODEL
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients = hpc_train.GradientsSection(engine=sys.argv[2])
     options = hpc_train.LoopOptions(gradients=gradients, hang_timeout=4)
@@ -164,9 +164,10 @@ raise SystemExit(hpc_train.run(main))
 """
 
 
-def astray(folder, who, does, engine="mpi", *, before=False):
+def astray(folder, who, does, engine="mpi", *, before=False, model="torch.nn.Linear(2, 1)"):
     """A loop of 4 ranks in which some do something else; returns the error line."""
     text = ASTRAY.replace("BEFORE", repr(before)).replace("WHO", repr(who)).replace("DOES", does)
+    text = text.replace("MODEL", model)
     (folder / "astray.py").write_text(text)
     words = [*python(str(folder / "astray.py")), str(folder / "checkpoints"), engine]
     done = run("mpirun", "-np", "4", *words)
@@ -210,6 +211,11 @@ def test_ranks_that_wait_in_different_operations_are_told_apart(tmp_path):
     line = astray(tmp_path, (1, 2), "runtime.node.barrier()")
     assert line.startswith("all ranks wait for each other: rank 0 ")
     assert f"ranks 1-2 ({HOST}) for a barrier" in line
+
+
+def test_a_rank_that_leaves_while_others_wait_in_a_layer_is_named(tmp_path):
+    line = astray(tmp_path, (2,), "return", model="torch.nn.BatchNorm1d(2)")
+    assert f"rank 2 ({HOST}) for the other ranks, after it left its loop" in line
 
 
 BARE = """

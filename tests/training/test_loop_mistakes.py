@@ -161,20 +161,40 @@ class Wrapped:
         self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
 
 
+def plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+def step_lr(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def in_turn(optimizer):
+    parts = [step_lr(optimizer), step_lr(optimizer)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+
+
+@pytest.mark.parametrize("made", [step_lr, plateau, in_turn])
+@pytest.mark.parametrize("of_second", [False, True])
 @pytest.mark.parametrize(
     "registered",
     [None, lambda scheduler: scheduler, Wrapped],
     ids=["forgotten", "given", "wrapped"],
 )
-def test_a_scheduler_that_is_not_saved_is_told(tmp_path, caplog, registered):
-    model, optimizer, loop = make(tmp_path)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+def test_a_scheduler_that_is_not_saved_is_told(tmp_path, caplog, made, of_second, registered):
+    model = make_model()
+    optimizer, second = sgd(model[0].parameters()), sgd(model[3].parameters())
+    loop = Loop(alone(), tmp_path, model, optimizer, LoopOptions())
+    loop.register("second", second)
+    scheduler = made(second if of_second else optimizer)
     if registered:
         loop.register("scheduler", registered(scheduler))
     with loop:
-        train(model, optimizer, loop)
-    told = "a learning-rate scheduler that is not registered"
+        next(iter(loop.epochs(data(), batch=BATCH, epochs=1)))
+    whose = " 'second'" if of_second else ""
+    told = f"the optimizer{whose} has a learning-rate scheduler that is not registered"
     assert (told in caplog.text) == (not registered)
+    assert caplog.text.count("scheduler that is not registered") == (not registered)
 
 
 class Holder:

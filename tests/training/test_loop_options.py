@@ -248,7 +248,7 @@ def test_a_closure_is_clipped_each_time(job, together):
     close(job_.state(), plain(clip=0.05, optimizer=lbfgs))
 
 
-def search_then_step(model, searching, stepping, batch):
+def search_then_step(model, searching, stepping, batch, number):
     """Train one layer by a line search, then the other one by a step."""
     inputs, targets = batch
 
@@ -256,7 +256,7 @@ def search_then_step(model, searching, stepping, batch):
         searching.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
-        return loss
+        return loss.item() if number else loss
 
     searching.step(closure)
     stepping.zero_grad()
@@ -265,7 +265,8 @@ def search_then_step(model, searching, stepping, batch):
 
 
 @pytest.mark.mpi
-def test_the_closure_of_another_optimizer_returns_the_mean_too(job, together):
+@pytest.mark.parametrize("number", [False, True])
+def test_the_closure_of_another_optimizer_returns_the_mean_too(job, together, number):
     def made():
         model = make_model("plain")
         search = {"lr": 0.5, "max_iter": 3, "line_search_fn": "strong_wolfe"}
@@ -276,11 +277,12 @@ def test_the_closure_of_another_optimizer_returns_the_mean_too(job, together):
         loop.register("searching", searching)
         for _, batches in loop.epochs(data(), batch=BATCH, epochs=2):
             for batch in batches:
-                search_then_step(model, searching, stepping, batch)
+                search_then_step(model, searching, stepping, batch, number)
     alone, searching, stepping = made()
     samples, order = data(), SampleOrder(SAMPLES, BATCH)
     for step in range(1, 2 * order.steps_per_epoch + 1):
-        search_then_step(alone, searching, stepping, samples[order.indices(step, 0, BATCH)])
+        batch = samples[order.indices(step, 0, BATCH)]
+        search_then_step(alone, searching, stepping, batch, number)
     close(list(model.state_dict().values()), list(alone.state_dict().values()))
 
 
@@ -343,11 +345,13 @@ def test_a_loss_of_the_samples_of_all_ranks_has_second_derivatives(job, together
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_gather_of_other_shapes_is_refused(job, together):
+def test_a_gather_of_other_shapes_or_in_a_transform_is_refused(job, together):
     mine = Job(job, together / "run")
     with pytest.raises(UserError, match=r"what loop.gather was given \(shape and dtype\)"):
         mine.loop.gather(torch.ones(1 + job.world.rank))
     assert mine.loop.gather(torch.ones(2, dtype=torch.complex64)).shape == (2 * job.world.size,)
+    with pytest.raises(UserError, match=r"loop.gather needs the samples .*autograd\.grad"):
+        torch.func.grad(lambda x: mine.loop.gather(x).sum())(torch.ones(2))
 
 
 @pytest.mark.mpi
@@ -493,7 +497,7 @@ def test_a_grad_scaler_of_the_users_own_is_resumed_after_a_step_that_it_skipped(
     equal(resumed, state)
 
 
-def adversaries(started, folder, *, every, stop_at=0, each=3, leave_at=0):
+def adversaries(started, folder, *, every, stop_at=0, each=3, leave_at=0, leave_by=KeyError):
     """The weights after a critic has stepped in each batch, and a generator in each third one."""
     torch.manual_seed(0)
     generator, critic = (torch.nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
@@ -508,7 +512,7 @@ def adversaries(started, folder, *, every, stop_at=0, each=3, leave_at=0):
                 (critic(generator(inputs)) - critic(inputs)).square().mean().backward()
                 second.step()
                 if loop.step_number == leave_at:
-                    raise KeyError(leave_at)
+                    raise leave_by(leave_at)
                 if loop.step_number % each == 0:
                     generator.zero_grad()
                     critic(generator(inputs)).sin().mean().backward()
@@ -527,7 +531,7 @@ def test_a_resumed_run_repeats_no_step_of_another_optimizer(job, together, stop_
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("each", "leave_at"), [(1, 5), (3, 6)])
+@pytest.mark.parametrize(("each", "leave_at"), [(1, 5), (3, 3), (3, 6)])
 def test_a_batch_that_was_left_between_two_optimizers_steps_is_computed_again(
     job, together, each, leave_at
 ):
@@ -535,6 +539,51 @@ def test_a_batch_that_was_left_between_two_optimizers_steps_is_computed_again(
     with pytest.raises(KeyError):
         adversaries(job, together / "left", every=2, each=each, leave_at=leave_at)
     equal(adversaries(job, together / "left", every=2, each=each), expected)
+
+
+@pytest.mark.mpi
+def test_a_loop_of_two_optimizers_that_is_left_is_saved_or_told(job, together, caplog):
+    found = []
+    for number, error in enumerate((SystemExit, KeyError)):
+        folder = together / str(number)
+        caplog.clear()
+        with pytest.raises(error):
+            adversaries(job, folder, every=0, leave_at=5, leave_by=error)
+        Loop.end_left_loops(job)
+        found.append((sorted(path.name for path in folder.glob("*.safetensors")), caplog.text))
+    (saved, silent), (none, told) = found
+    assert saved == ["step-000000005.safetensors"]
+    assert "half done" not in silent
+    assert not none
+    assert "left in step 5, which may be half done" in told
+    assert "a restart begins with step 1" in told
+
+
+def test_a_step_that_a_grad_scaler_skips_leaves_no_batch_half_done(tmp_path):
+    torch.manual_seed(0)
+    both = torch.nn.ModuleList([torch.nn.Linear(5, 1, dtype=torch.float64) for _ in range(2)])
+    optimizers = [sgd(one.parameters()) for one in both]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    loop = Loop(alone(), tmp_path, both, optimizers[0], LoopOptions(every=0))
+    loop.register("second", optimizers[1])
+    loop.register("scaler", scaler)
+
+    def train(leave_at):
+        for _, batches in loop.epochs(data(), batch=BATCH, epochs=EPOCHS):
+            for inputs, _ in batches:
+                for number, optimizer in enumerate(optimizers):
+                    optimizer.zero_grad()
+                    bad = number == 1 and loop.step_number == leave_at
+                    factor = math.inf if bad else 1.0
+                    scaler.scale(factor * both[number](inputs).square().mean()).backward()
+                    scaler.step(optimizer)
+                scaler.update()
+                if loop.step_number == leave_at:
+                    return
+
+    train(3)
+    loop.close()
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000000003.safetensors"]
 
 
 @pytest.mark.mpi
