@@ -212,7 +212,10 @@ class _Sums:
 
 def _synchronize(module: Any, sums: _Sums) -> None:
     plain = module.plain if isinstance(module, _Synchronized) else type(module)
-    module.__class__ = type(plain.__name__, (_Synchronized, plain), {"plain": plain, "sums": sums})
+    own = {"plain": plain, "sums": sums}
+    # torch.compile would look into the sums over the ranks.
+    own["forward"] = torch.compiler.disable(_Synchronized.forward)
+    module.__class__ = type(plain.__name__, (_Synchronized, plain), own)
 
 
 def _statistics(x: Tensor, about: Tensor | None, over: _Sums) -> tuple[Tensor, Tensor, float]:
