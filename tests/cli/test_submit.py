@@ -292,7 +292,7 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
             ["--site", "lumi", "--account", "x", "--threads", "2"],
             "--threads cannot be 2: leave it out for 7",
         ),
-        (["--scheduler", "slurm", "--run.sede", "1"], "did you mean run.seed"),
+        (["--scheduler", "slurm", "--run.sede", "1"], "did you mean --run.seed"),
         (["--site", "nowhere"], "there is no site profile nowhere: take archer2, aurora"),
         (["--site", "frontier"], "give --account"),
         (["--site", "frontier", "--scheduler", "pbs", "--account", "x"], "frontier has slurm"),

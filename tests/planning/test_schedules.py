@@ -143,7 +143,7 @@ def test_the_vocabulary_comes_from_the_data(config, text_data):
             "does not divide model.heads 4: nearest that it divides: model.heads 3",
         ),
         ("--model.vocab=null", "the vocabulary size is not known: give model.vocab, or data.path"),
-        ("--model.layer=3", "unknown key model.layer: did you mean model.layers?"),
+        ("--model.layer=3", "unknown option --model.layer: did you mean --model.layers?"),
     ],
 )
 def test_mistakes_are_one_line(config, option, message):
