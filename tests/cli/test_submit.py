@@ -279,6 +279,10 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
         (["--scheduler", "slurm", "--sweep", "run.dir=a,b"], "a directory of its own"),
         (["--scheduler", "slurm", "--sweep", "run.seed=1,2", "run.seed=3"], "twice"),
         (["--scheduler", "slurm", "--sweep", "optimizer.lr=1e-3,abc"], "optimizer.lr"),
+        (
+            ["--scheduler", "slurm", "--sweep", "optimizer.lr=1e-3,0.001"],
+            "again with --optimizer.lr",
+        ),
         (["--scheduler", "pbs", "--sweep", "run.seed=1"], "a single task"),
         (
             ["--scheduler", "pbs", "--launcher", "srun"],
