@@ -287,7 +287,7 @@ def told_interrupted() -> int:
 
 
 def check_kinds(given: Any, name: str) -> None:
-    """Check the fields that are numbers, texts, true or false, or one of a few values.
+    """Check the fields that are numbers, texts, true or false, lists, or one of a few values.
 
     Args:
         given: the dataclass.
@@ -299,7 +299,8 @@ def check_kinds(given: Any, name: str) -> None:
     for key, kind in get_type_hints(type(given)).items():
         value = getattr(given, key)
         if not _fits(value, kind):
-            raise ConfigError(f"{name}.{key} is {value!r}", f"give {kind_in_words(kind)}")
+            what = "empty" if value is None else repr(value)
+            raise ConfigError(f"{name}.{key} is {what}", f"give {kind_in_words(kind)}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -309,7 +310,10 @@ def _fits(value: Any, kind: Any) -> bool:
         return any(_fits(value, one) for one in get_args(kind))
     if kind in _NUMBERS:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
-    return not isinstance(kind, type) or isinstance(value, kind)
+    base = get_origin(kind) or kind
+    if base is list:
+        return isinstance(value, list | tuple)
+    return not isinstance(base, type) or isinstance(value, base)
 
 
 def kind_in_words(kind: Any) -> str:

@@ -81,8 +81,8 @@ def options() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     cut = list(arguments).index("--") if "--" in arguments else len(arguments)
-    if not arguments or wants_help(["--", *arguments[:cut]]):
-        return show_help(options(), arguments)
+    if wants_help(["--", *arguments[:cut]]):
+        return show_help(options())
     from hpc_train.launch.protocol import STOP_SIGNALS
 
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor handles them

@@ -101,7 +101,7 @@ def options() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if wants_help(arguments):
-        return show_help(options(), arguments)
+        return show_help(options())
     from hpc_train.config import file
 
     own, keys = file.separate(arguments)

@@ -127,7 +127,7 @@ def run(arguments: Sequence[str]) -> int:
     from hpc_train.errors import EXIT_FAILURE, EXIT_STOPPED, HpcTrainError
 
     if wants_help(arguments):
-        return show_help(options(), arguments)
+        return show_help(options())
     from hpc_train.scaling.running import QueuedRuns, run_here
 
     given, study, request = read_study(arguments)

@@ -64,7 +64,7 @@ def options() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if {"-h", "--help"} & set(arguments):
-        return show_help(options(), arguments)
+        return show_help(options())
     if "--where" in arguments:  # it needs no MPI: a job script asks it before any rank starts
         from hpc_train.staging.stage import copies_folder
 

@@ -178,8 +178,8 @@ def options() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     cut = list(arguments).index("--") if "--" in arguments else len(arguments)
-    if not arguments or wants_help(["--", *arguments[:cut]]):
-        return show_help(options(), arguments)
+    if wants_help(["--", *arguments[:cut]]):
+        return show_help(options())
     from hpc_train.launch.submit import submit
 
     for job in submit(read_request(arguments)).ids:

@@ -42,7 +42,7 @@ def options() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if {"-h", "--help"} & set(arguments):
-        return show_help(options(), arguments)
+        return show_help(options())
     from hpc_train.job.program import run as run_program
 
     return run_program(lambda runtime: _run(arguments, runtime))

@@ -6,6 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from hpc_train.cli.verb import show_help, wants_help
+from hpc_train.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,7 @@ def run(arguments: Sequence[str]) -> int:
     from hpc_train.config import file
 
     if wants_help(arguments):
-        return show_help(file.config_parser(documented=True), arguments)
+        return show_help(file.config_parser(documented=True))
     path, given = file.split(arguments)
     if any(option.startswith("--print_config") for option in given):
         plain = [option for option in given if not option.startswith("--print_config")]
@@ -33,6 +34,11 @@ def run(arguments: Sequence[str]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a warm start holds it back
     settings: RunConfig | Exception
     try:  # before MPI starts, because after that no process may be started
+        if not arguments:
+            raise UserError(
+                "no configuration is given",
+                "give CONFIG.yaml, or keys such as --data.path; --help lists all",
+            )
         settings = file.load(path, given)
         if settings.data.workers:
             from hpc_train.data.fork_server import start_workers

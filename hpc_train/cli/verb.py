@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, HelpFormatter, Namespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpc_train.errors import EXIT_USER, UserError
+from hpc_train.errors import UserError
 from hpc_train.launch import IMAGE_TOOLS
 
 if TYPE_CHECKING:
@@ -123,14 +123,14 @@ def join_values(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
-    """Whether the user asks for help, or gives no arguments."""
-    return not arguments or bool({"-h", "--help"} & set(arguments))
+    """Whether the user asks for help."""
+    return bool({"-h", "--help"} & set(arguments))
 
 
-def show_help(parser: ArgumentParser, arguments: Sequence[str]) -> int:
+def show_help(parser: ArgumentParser) -> int:
     """Print a verb's help; returns the exit code."""
     parser.print_help()
-    return 0 if arguments else EXIT_USER
+    return 0
 
 
 def make_console(width: int | None = None) -> Console:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import re
-from argparse import ArgumentError
+from argparse import SUPPRESS, ArgumentError
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from hpc_train.config import ProfileSection, RunConfig, keys
 from hpc_train.errors import ConfigError
@@ -42,6 +40,9 @@ KEYS = {
     if f"{name}.{key.name}" not in PARTS
 }
 
+PRINT = "--print_config"
+HELP = "`hpc-train train --help` lists the options"
+
 
 def _expected(key: str) -> str:
     from hpc_train.config.help import taken
@@ -51,36 +52,43 @@ def _expected(key: str) -> str:
 
 
 def check_file(path: Path) -> dict[str, Any]:
-    """Read a file and check that it holds sections of known keys. `load` checks their values.
+    """Read a file and check that it has known keys. `load` checks their values.
 
     Returns:
-        The sections; a file of comments has none.
+        The value of each key, such as "run.steps"; a file of comments has none.
 
     Raises:
         ConfigError: the file cannot be read, is no configuration, or has an unknown key.
     """
     if path.is_fifo():
         raise ConfigError(f"{path} is a pipe, which cannot be read twice", "write it to a file")
-    tree = keys.read_mapping(path, "configuration")
-    for name, section in tree.items():
-        if name in SECTIONS:
-            own = dict(section) if isinstance(section, dict) else section
-            for part, kind in PARTS.items():
-                key = part.removeprefix(f"{name}.")
-                if isinstance(own, dict) and key in own:
-                    keys.check_fields(own.pop(key), kind, path, part, KEYS)
-            keys.check_fields(own, SECTIONS[name], path, name, KEYS)
-        elif isinstance(section, dict) and section:
-            # The keys of an unknown section tell which section was meant.
-            for key in section:
-                keys.check_key(f"{name}.{key}", KEYS, path)
+    found = _flat(keys.read_mapping(path, "configuration"))
+    for key, value in found.items():
+        if kind := SECTIONS.get(key) or PARTS.get(key):
+            raise ConfigError(
+                f"{path}: {key} is {'empty' if value is None else repr(value)}",
+                f"write its keys below it, such as {fields(kind)[0].name}:",
+            )
+        keys.check_key(key, KEYS, path)
+    return found
+
+
+def _flat(tree: dict[str, Any], section: str = "") -> dict[str, Any]:
+    """The value of each key by its path: a file may have optimizer.lr beside optimizer."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{section}.{name}" if section else str(name)
+        # The keys of an unknown section tell which section was meant.
+        inner = key in PARTS or (not section and key not in KEYS)
+        if inner and isinstance(value, dict) and (value or key in SECTIONS or key in PARTS):
+            found |= _flat(value, key)
         else:
-            keys.check_key(str(name), KEYS, path)
-    return tree
+            found[key] = value
+    return found
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Check the names of dotted command-line options, --section.key VALUE or --section.key=VALUE.
+    """Check the names of command-line options, --section.key VALUE or --section.key=VALUE.
 
     --section.key+ VALUE adds to a list.
 
@@ -89,15 +97,24 @@ def check_options(options: Sequence[str]) -> None:
     """
     for option, following in zip(options, [*options, ""][1:], strict=True):
         name, equals, value = option.partition("=")
-        if name.startswith("--") and "." in name:
-            key, value = name[2:].removesuffix("+"), value if equals else following
-            keys.check_key(key, KEYS)
-            _check_number(key, value)
+        if not name.startswith("--") or name in ("--help", PRINT):
+            continue
+        key = name[2:].removesuffix("+")
+        if kind := SECTIONS.get(key) or PARTS.get(key):
+            raise ConfigError(
+                f"--{key} is a section", f"give its keys, such as --{key}.{fields(kind)[0].name}"
+            )
+        if key == "config":
+            raise ConfigError("there is no option --config", "give CONFIG.yaml before all options")
+        if key not in KEYS:
+            remedy = keys.suggestion(key, KEYS, "--") or HELP
+            raise ConfigError(f"unknown option --{key}", remedy)
+        _check_number(key, value if equals else following)
 
 
-def _check_number(key: str, value: str) -> None:
+def _check_number(key: str, value: Any) -> None:
     """Refuse texts that jsonargparse turns into other numbers."""
-    expected = _expected(key)
+    expected = _expected(key) if isinstance(value, str) else ""
     if "number" in expected and keys.is_octal(value):
         raise keys.octal_error(key, value)
     if "number" in expected and "text" not in expected and keys.is_sexagesimal(value):
@@ -113,19 +130,23 @@ def config_parser(*, documented: bool) -> ArgumentParser:
             the time that the parser takes.
     """
     # Loaded here, because users' own loops load this module and need no parser.
-    from jsonargparse import ArgumentParser, set_parsing_settings
+    from jsonargparse import ArgumentParser, set_dumper, set_loader, set_parsing_settings
 
     from hpc_train.config.help import KeyHelp
 
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
+    # Its own loader would read 1:30 in a list as 90, and 010 as 8.
+    set_loader("hpc_train", keys.from_yaml, exceptions=keys.NOT_YAML)
+    set_dumper("hpc_train", keys.to_yaml)
     made = ArgumentParser(
         prog="hpc-train train",
         usage="hpc-train train [CONFIG.yaml] [--section.key VALUE ...] [--cold]",
         description=DESCRIPTION,
         exit_on_error=False,
         formatter_class=KeyHelp,
+        parser_mode="hpc_train",
     )
-    made.add_argument("--config", action="config", help="the same as CONFIG.yaml")
+    made.add_argument("--config", action="config", help=SUPPRESS)  # for `load`
     for name, section in SECTIONS.items():
         made.add_argument(f"--{name}", type=section)
     return made
@@ -170,16 +191,14 @@ def load(
     Raises:
         ConfigError: a key or value is wrong; the message names it.
     """
-    tree = {} if path is None else check_file(Path(path))
-    for name, section in tree.items():
-        for key, value in (section or {}).items():
-            if isinstance(value, str):
-                _check_number(f"{name}.{key}", value)
+    found = {} if path is None else check_file(Path(path))
+    for key, value in found.items():
+        _check_number(key, value)
     check_options(options)
-    # Not as a path, which jsonargparse would read in the locale's encoding, and 1:30 as 90.
-    given = [f"--config={yaml.safe_dump(tree)}"] if tree else []
+    # Not as a path, which jsonargparse would read in the locale's encoding.
+    given = [f"--config={keys.to_yaml(found)}"] if found else []
     try:
-        printed = any(option.startswith("--print_config") for option in options)
+        printed = any(option.startswith(PRINT) for option in options)
         parsed = config_parser(documented=printed).parse_args([*given, *options])
     except ArgumentError as error:
         raise _explained(str(error)) from None
@@ -236,11 +255,12 @@ def _expanded(key: str, value: Any, later: Collection[str]) -> Any:
 def _explained(message: str) -> ConfigError:
     """Turn the parser's message into one line that names the key, its value and what it takes."""
     line = " ".join(message.split())
-    found = re.match(r'Parser key "([\w.]+)":.* (?:Got|Given) value: (.*)', line)
+    found = re.match(r'Parser key "([\w.]+)":.* (?:Got|Given) value: ?(.*)', line)
     if found and found[1] in KEYS:
-        return ConfigError(f"{found[1]} is {found[2]!r}", f"it takes {_expected(found[1])}")
+        given = repr(found[2]) if found[2] else "empty"
+        return ConfigError(f"{found[1]} is {given}", f"it takes {_expected(found[1])}")
     if found := re.match(r"unrecognized arguments: (\S+\.ya?ml)( |$)", line, re.IGNORECASE):
         return ConfigError(
             f"{found[1]} comes after other words", "give one file, before all options"
         )
-    return ConfigError(line, "`hpc-train train --help` lists the options")
+    return ConfigError(line, HELP)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from hpc_train.config.spread import at_least
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, check_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class FinetuneSection:
     without lora, head and patterns all parameters are."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, "finetune")
         at_least(self, "finetune", lora=0)
         for key, given in (("alpha", self.alpha is not None), ("lora_layers", self.lora_layers)):
             if given and not self.lora:
@@ -36,7 +37,7 @@ class FinetuneSection:
                     f"give finetune.lora a rank, such as 8, or leave finetune.{key} out",
                 )
         if self.alpha is not None and not 0 < self.alpha < math.inf:
-            raise ConfigError(f"finetune.alpha is {self.alpha}", "give a number above 0")
+            raise ConfigError(f"finetune.alpha is {self.alpha}", "give a finite number above 0")
 
     @property
     def active(self) -> bool:

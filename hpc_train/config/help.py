@@ -27,8 +27,6 @@ class KeyHelp(DefaultHelpFormatter):
 
     def _get_help_string(self, action: Action) -> str:
         key = action.dest
-        if key in SECTIONS:
-            return "A YAML file with keys of this section."
         if key not in KEYS:
             return PRINTS if key == "print_config" else super()._get_help_string(action)
         kind, default = taken(key), in_words(action.default)
@@ -38,7 +36,7 @@ class KeyHelp(DefaultHelpFormatter):
 
     def add_argument(self, action: Action) -> None:
         """Add a key. The choices of one that may have no value are named without null."""
-        if action.dest in PARTS:
+        if action.dest in SECTIONS or action.dest in PARTS:
             return  # its keys are given one by one
         if action.dest in KEYS and (choices := choices_of(action.dest)):
             action.metavar = choices

@@ -13,21 +13,51 @@ import yaml
 
 from hpc_train.errors import ConfigError
 
+NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
+"""What PyYAML raises for a text that is no YAML, for instance for !!int x."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1:30 as a text, which is 90 in YAML 1.1: a time would turn into another number."""
+    """Reads as texts what YAML 1.1 turns into other things: 1:30 (90), 010 (8), and dates."""
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
         """The whole number of a text, or else the text."""
-        return node.value if ":" in node.value else super().construct_yaml_int(node)
+        other = ":" in node.value or is_octal(node.value)
+        return node.value if other else super().construct_yaml_int(node)
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> Any:
         """The number of a text, or else the text."""
         return node.value if ":" in node.value else super().construct_yaml_float(node)
 
+    def construct_yaml_timestamp(self, node: yaml.ScalarNode) -> Any:
+        """The text of a date."""
+        return node.value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts so that `_Loader` reads them as texts again."""
+
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_timestamp)
+for _kind in (_Loader, _Dumper):
+    # YAML 1.1 takes 1e-3 for a text.
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+
+
+def from_yaml(text: str) -> Any:
+    """What a text of YAML says. 1:30, 010 and dates are texts in it, and 1e-3 is a number."""
+    return yaml.load(text, _Loader)
+
+
+def to_yaml(tree: Any) -> str:
+    """A text of YAML that `from_yaml` reads back."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
 def read_mapping(
@@ -45,13 +75,12 @@ def read_mapping(
     """
     try:
         text = path.read_text(encoding="utf-8")
-        tree = yaml.load(text, _Loader)
+        tree = from_yaml(text)
     except FileNotFoundError:
         raise ConfigError(f"there is no {what} {path}", missing) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", f"give the path of a {what}") from None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # PyYAML raises any of them, for instance for a date that does not exist.
+    except NOT_YAML as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     _check_text(text, path)
     if tree is not None and not isinstance(tree, dict):
@@ -115,7 +144,10 @@ def check_key(key: str, known: Collection[str], file: Path | None = None) -> Non
         ConfigError: the key is unknown; the message names the nearest known one.
     """
     if key not in known:
-        raise ConfigError(_in_file(file, f"unknown key {key}"), _suggestion(key, known))
+        raise ConfigError(
+            _in_file(file, f"unknown key {key}"),
+            suggestion(key, known) or f"the file's top has {', '.join(_tops(known))}",
+        )
 
 
 def check_fields(
@@ -123,7 +155,6 @@ def check_fields(
     kind: type,
     file: Path,
     section: str = "",
-    known: Collection[str] = (),
 ) -> dict[str, Any]:
     """Check that a value is a mapping whose keys are the fields of a dataclass.
 
@@ -132,7 +163,6 @@ def check_fields(
         kind: the dataclass. A field without a default must be in the mapping.
         file: the file that has the mapping.
         section: the path of the mapping in the file; "" is the whole file.
-        known: the paths of the keys to suggest (default: those of this mapping).
 
     Returns:
         A copy of the mapping.
@@ -148,7 +178,7 @@ def check_fields(
             f"write its keys below it, such as {names[0]}:",
         )
     for key in tree:
-        check_key(f"{before}{key}", known or [before + name for name in names], file)
+        check_key(f"{before}{key}", [before + name for name in names], file)
     for field in fields(kind):
         required = field.default is MISSING and field.default_factory is MISSING
         if required and field.name not in tree:
@@ -160,18 +190,31 @@ def _in_file(file: Path | None, text: str) -> str:
     return text if file is None else f"{file}: {text}"
 
 
-def _suggestion(key: str, known: Collection[str]) -> str:
+def suggestion(key: str, known: Collection[str], before: str = "") -> str:
+    """Say which key may have been meant by an unknown one; "" if none is like it.
+
+    Args:
+        key: its path. Without a section it may be the last part of one.
+        known: the paths of all keys that exist.
+        before: stands before each key that is named, such as the dashes of an option.
+    """
     section, _, name = key.rpartition(".")
-    beside = {_last(other): other for other in known if other.rpartition(".")[0] == section}
-    near = [beside[match] for match in difflib.get_close_matches(name, beside, n=1)]
+    beside = {
+        _last(other): other
+        for other in reversed([*known])
+        if not section or other.rpartition(".")[0] == section
+    }
+    near = [other for other in beside.values() if _last(other) == name]
+    near += [beside[match] for match in difflib.get_close_matches(name, beside, n=1)]
     near += [other for other in known if _last(other) == name]  # the right key, another section
     near += difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     if near:
-        return f"did you mean {near[0]}?"
-    if section and beside:
-        return f"{section} has {', '.join(beside)}"
-    top = dict.fromkeys(other.partition(".")[0] for other in known)
-    return f"the file's top has {', '.join(top)}"
+        return f"did you mean {before}{near[0]}?"
+    return f"{section} has {', '.join(reversed(beside))}" if section and beside else ""
+
+
+def _tops(known: Collection[str]) -> Collection[str]:
+    return dict.fromkeys(other.partition(".")[0] for other in known)
 
 
 def _last(key: str) -> str:

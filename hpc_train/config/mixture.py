@@ -34,7 +34,7 @@ def check_mixture(parts: Sequence[Any]) -> None:
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not (number and math.isfinite(weight) and weight > 0):
             raise ConfigError(
-                f"the weight of {path} in data.path is {weight!r}", "give a number above 0"
+                f"the weight of {path} in data.path is {weight!r}", "give a finite number above 0"
             )
         folder = os.path.realpath(path)
         if folder in seen:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpc_train.config.spread import at_least
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, check_kinds
 
 _OF_TABLES: dict[str, Any] = {
     "dropout": 0.1,
@@ -96,6 +96,7 @@ class ModelSection:
     model.pretraining contrast. It divides data.micro_batch. By default it is 32."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, "model")
         self._resolve()
         at_least(self, "model", layers=1, hidden=1, heads=1, vocab=1, sequence=1)
         at_least(self, "model", embedding_width=1, members=1, together=2)

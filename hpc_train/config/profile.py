@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, check_kinds
 
 TORCH_STEPS = 100  # of a profile with torch.profiler, which keeps megabytes of each step in memory
 
@@ -86,6 +86,7 @@ class ProfileSection:
     or 0-7."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, "run.profile")
         if self.given and (self.span is None or self.span[0] < 1):
             raise ConfigError(
                 f"run.profile.steps is {self.steps!r}", "give a step, or steps such as 10-20"

@@ -11,17 +11,16 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import yaml
-
 from hpc_train.config.durations import TIME_FORMS, parse_duration
 from hpc_train.config.finetune import FinetuneSection
+from hpc_train.config.keys import to_yaml
 from hpc_train.config.mixture import FORM as MIXTURE_FORM
 from hpc_train.config.mixture import check_mixture
 from hpc_train.config.model import ModelSection
 from hpc_train.config.profile import ProfileSection
 from hpc_train.config.spread import GradientsSection, MemorySection, ParallelSection, at_least
 from hpc_train.config.together import check_together
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, check_kinds
 
 TRACKERS = ("tensorboard", "mlflow", "csv")
 TEST_STEPS = 40  # of a performance test, unless it has another number
@@ -91,6 +90,7 @@ class RunSection:
     The result is in performance.json of run.dir."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, "run")
         at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
         at_least(self, "run", end_margin=0, hang_timeout=0, hang_steps=0, patience=0)
         if self.seed >= 1 << 63:
@@ -211,6 +211,7 @@ class DataSection:
     by. 0 disables it."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, "data")
         if isinstance(self.path, list):
             check_mixture(self.path)
         elif self.path is not None and self.path[:1] in ("", "[", "{"):
@@ -282,6 +283,7 @@ class OptimizerSection:
     """Largest global norm of the averaged gradients. 0 disables clipping."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, "optimizer")
         at_least(self, "optimizer", lr=0, warmup_steps=0, weight_decay=0, clip_norm=0)
 
 
@@ -297,6 +299,7 @@ class PrecisionSection:
     own. auto takes the one that was measured to be faster on this kind of processor."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, "precision")
         if self.matmul == "onednn" and self.dtype != "float32":
             raise ConfigError(
                 f"precision.matmul is onednn, but precision.dtype is {self.dtype}",
@@ -357,6 +360,7 @@ class CheckpointSection:
     none do."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, "checkpoint")
         at_least(self, "checkpoint", every=0, minutes=0, mtbf_hours=0)
         at_least(self, "checkpoint", keep=0, keep_every=0, keep_best=0)
         if self.weights and self.resume not in ("auto", "none"):
@@ -391,4 +395,4 @@ class RunConfig:
 
     def to_yaml(self) -> str:
         """The configuration as YAML; `config.file.load` reads it back to an equal one."""
-        return yaml.safe_dump(asdict(self), sort_keys=False)
+        return to_yaml(asdict(self))

@@ -18,8 +18,10 @@ def at_least(section: object, name: str, **limits: float | None) -> None:
     """
     for key, limit in limits.items():
         value = getattr(section, key)
-        if value is not None and limit is not None and not limit <= value < math.inf:
-            raise ConfigError(f"{name}.{key} is {value}", f"give {limit} or more")
+        if value is None or limit is None or limit <= value < math.inf:
+            continue
+        remedy = f"give {limit} or more" if value < limit else "give a finite number"
+        raise ConfigError(f"{name}.{key} is {value}", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,7 @@ class ParallelSection:
     model."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, "parallel")
         at_least(self, "parallel", dp=1, tp=1, pp=1, virtual_stages=1)
         if self.schedule != "interleaved" and (self.virtual_stages or 1) > 1:
             raise ConfigError(
@@ -91,10 +94,11 @@ class GradientsSection:
     """How gradients are compressed between nodes: none, fp16, bf16, topk:RATIO or powersgd:RANK."""
 
     def __post_init__(self) -> None:
-        # Options of the command line are checked as they are read. Programs may give anything.
         check_kinds(self, "gradients")
         if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
-            raise ConfigError(f"gradients.bucket_mb is {self.bucket_mb}", "give a size above 0")
+            raise ConfigError(
+                f"gradients.bucket_mb is {self.bucket_mb}", "give a finite size above 0"
+            )
         at_least(self, "gradients", average_every=1)
         self._check_engine(parse_compression(self.compression).kind)
 
@@ -162,6 +166,7 @@ class MemorySection:
     processors, the full path of a folder on the nodes' own disks keeps it in files there."""
 
     def __post_init__(self) -> None:
+        check_kinds(self, "memory")
         if self.offload not in ("none", "optimizer") and not self.offload.startswith(("/", "$")):
             raise ConfigError(
                 f"memory.offload is {self.offload!r}",
@@ -174,12 +179,11 @@ class MemorySection:
                 "leave memory.zero out, or set it to 1 or 2",
             )
         how = self.recompute
-        if how not in RECOMPUTED and (type(how) is not int or how < 1):
+        if how not in RECOMPUTED and int(how) < 1:
             raise ConfigError(
                 f"memory.recompute is {how!r}",
                 f"give one of {', '.join(map(str, RECOMPUTED))}, or a number of 1 or more",
             )
-        check_kinds(self, "memory")
 
     @property
     def stage(self) -> Zero:

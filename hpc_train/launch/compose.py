@@ -55,8 +55,15 @@ def make(request: SubmitRequest) -> BatchJob:
         raise UserError(
             "a sweep has a single task, and PBS makes no array of one", "give more values"
         )
+    seen: set[str] = set()
     for words in sweep:
-        config_file.load(request.config, [*request.options, *words], LATER)
+        made = repr(config_file.load(request.config, [*request.options, *words], LATER))
+        if made in seen:
+            raise UserError(
+                f"the sweep has two tasks that do the same, again with {' '.join(words)}",
+                "give each value once",
+            )
+        seen.add(made)
     asked = _resources(request, site, scheduler)
     environ = dict(site.environ)
     if request.threads:

@@ -178,7 +178,7 @@ def load_site(name: str) -> Site:
     }
     tree = check_fields(given, Site, path)
     check_fields(tree.get("container", {}), SiteContainers, path, "container")
-    raw = yaml.load(path.read_text(), yaml.BaseLoader) or {}
+    raw = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) or {}
     for section, texts in ((tree, raw), (tree.get("container", {}), raw.get("container", {}))):
         if "environ" in section:
             section["environ"] = _as_written(section["environ"], texts["environ"], path)

@@ -80,9 +80,12 @@ def private_folder(name: str) -> str:
     """Make the folder of a server. Only this user can enter it.
 
     Raises:
-        Cold: the folder belongs to somebody else or is open to others, or its name is too long.
+        Cold: the folder belongs to somebody else or is open to others, or its name is no name of a
+            folder, or too long.
         OSError: it cannot be made.
     """
+    if "/" in name or name in (".", ".."):
+        raise Cold(f"{WARM} is {name}, which is a path: give a name")  # no sweep would clear it
     made = folder_of(name)
     if len(os.fsencode(f"{made}/socket")) > PATH:
         raise Cold(f"{WARM} is too long for the path of a socket")

@@ -296,6 +296,20 @@ def test_a_gpt2_that_does_not_fit_names_the_keys(gpt2, tmp_path):
         start(tmp_path, gpt(1))
 
 
+def test_a_size_in_a_config_json_is_a_number_or_left_out(gpt2, tmp_path):
+    gpt2.save_pretrained(tmp_path)
+    settings = tmp_path / "config.json"
+    tree = json.loads(settings.read_text())
+    settings.write_text(json.dumps(tree | {"n_inner": None, "tie_word_embeddings": None}))
+    assert_computes_the_same(start(tmp_path, gpt(1)), gpt2)
+    settings.write_text(json.dumps(tree | {"n_positions": None}))
+    with pytest.raises(CheckpointMismatch, match=r"embedding\.position\.weight"):
+        start(tmp_path, gpt(1, sequence=32))  # as many as the smallest GPT-2 has
+    settings.write_text(json.dumps(tree | {"vocab_size": "40"}))
+    with pytest.raises(DataError, match="vocab_size is '40' in the config.json of checkpoint.we"):
+        start(tmp_path, gpt(1))
+
+
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("kind", ["checkpoint", "file"])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids="dp{0[0]}-tp{0[1]}-pp{0[2]}".format)

@@ -66,7 +66,6 @@ def modules_of(*arguments: object) -> tuple[str, set[str]]:
         ("launch --help", "--max_restarts"),
         ("launch -np 0 -- train my.yaml", "not a whole number of 1 or more"),
         ("submit --help", "--ranks_per_node"),
-        ("submit", "--ranks_per_node"),
         ("cancel --help", "RUN"),
         ("status --help", "RUN"),
         ("logs --help", "--follow"),
@@ -129,6 +128,23 @@ def test_help_of_train_lists_every_key_with_its_meaning():
     for key in KEYS:
         assert f"--{key} " in text
     assert "Samples per optimizer step over the whole job." in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("verb", "told"),
+    [
+        ("train", "no configuration is given: give CONFIG.yaml, or keys"),
+        ("submit", "give CONFIG.yaml, or a command after --"),
+        ("launch", "the number of ranks is not given"),
+        ("scale", "the following arguments are required: --nodes"),
+    ],
+)
+def test_a_verb_without_what_it_needs_says_so_in_one_line(tmp_path, verb, told):
+    done = run(*command(verb), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"hpc-train: error: {told}")
+    assert done.stderr.count("\n") == 1
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_version():

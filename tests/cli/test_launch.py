@@ -238,7 +238,7 @@ def test_the_training_is_known_however_it_is_written(program):
     words = [*program, "train", "--run.stepps", "3"]
     done = run(*hpc_train("launch", "-np", "2", "--", *words))
     assert done.returncode == 2
-    assert "did you mean run.steps" in only_line(done.stderr)
+    assert "did you mean --run.steps" in only_line(done.stderr)
     assert "mpirun" not in done.stderr
 
 
@@ -261,7 +261,7 @@ def test_the_training_is_known_however_it_is_written(program):
         (["-np", "2", "--", "hpc-train", "submit"], "does not run on ranks"),
         (["-np", "2", "--line", "mpirun {n}", "--", "true"], "--line has {n}"),
         (["-np", "2", "--line", "x", "--launcher", "mpirun", "--", "true"], "both given"),
-        (["-np", "2", "--", "train", "--run.stepps", "3"], "did you mean run.steps"),
+        (["-np", "2", "--", "train", "--run.stepps", "3"], "did you mean --run.steps"),
     ],
 )
 def test_mistakes_are_one_line(words, message):

@@ -279,6 +279,10 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
         (["--scheduler", "slurm", "--sweep", "run.dir=a,b"], "a directory of its own"),
         (["--scheduler", "slurm", "--sweep", "run.seed=1,2", "run.seed=3"], "twice"),
         (["--scheduler", "slurm", "--sweep", "optimizer.lr=1e-3,abc"], "optimizer.lr"),
+        (
+            ["--scheduler", "slurm", "--sweep", "optimizer.lr=1e-3,0.001"],
+            "again with --optimizer.lr",
+        ),
         (["--scheduler", "pbs", "--sweep", "run.seed=1"], "a single task"),
         (
             ["--scheduler", "pbs", "--launcher", "srun"],
@@ -292,7 +296,7 @@ def test_the_name_of_a_job_has_only_what_schedulers_take(desk):
             ["--site", "lumi", "--account", "x", "--threads", "2"],
             "--threads cannot be 2: leave it out for 7",
         ),
-        (["--scheduler", "slurm", "--run.sede", "1"], "did you mean run.seed"),
+        (["--scheduler", "slurm", "--run.sede", "1"], "did you mean --run.seed"),
         (["--site", "nowhere"], "there is no site profile nowhere: take archer2, aurora"),
         (["--site", "frontier"], "give --account"),
         (["--site", "frontier", "--scheduler", "pbs", "--account", "x"], "frontier has slurm"),

@@ -35,6 +35,12 @@ def test_a_variable_of_the_job_may_be_unknown_in_a_list_too():
         load(None, options)
 
 
+@pytest.mark.parametrize("weight", ["010", "1:30"])
+def test_a_weight_of_an_option_is_the_number_that_is_written(weight):
+    with pytest.raises(ConfigError, match=f"the weight of a in data.path is '{weight}'"):
+        load(None, ["--data.path", f"[{{path: a, weight: {weight}}}]"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -43,9 +49,13 @@ def test_a_variable_of_the_job_may_be_unknown_in_a_list_too():
         ("[{path: a, wieght: 2}]", "unknown key data.path.wieght: did you mean data.path.weight?"),
         ("[{weight: 2}]", "data.path has {'weight': 2} in its list: give its path"),
         ("[{path: 3}]", "give its path"),
-        ("[{path: a, weight: 0}]", "the weight of a in data.path is 0: give a number above 0"),
+        (
+            "[{path: a, weight: 0}]",
+            "the weight of a in data.path is 0: give a finite number above 0",
+        ),
         ("[{path: a, weight: .inf}]", "the weight of a in data.path is inf"),
         ("[{path: a, weight: true}]", "the weight of a in data.path is True"),
+        ("[{path: a, weight: 1:30}]", "the weight of a in data.path is '1:30'"),
         ("[{path: a, weight: much}]", "the weight of a in data.path is 'much'"),
         ("[{path: a}, {path: a/}]", "data.path has a/ twice in its list"),
         ("[{path: a}, {path: b/../a}]", "data.path has b/../a twice in its list"),

@@ -17,7 +17,7 @@ from hpc_train.errors import ConfigError
         ({"two_level": True}, "one of auto, on, off"),
         ({"average_every": 2.5}, "a whole number"),
         ({"bucket_mb": "4"}, "a number"),
-        ({"compression": None}, "text"),
+        ({"compression": 3}, "text"),
     ],
     ids=str,
 )

@@ -59,7 +59,7 @@ def test_another_program_runs_on_each_rank(desk):
         ({}, {"nods": 2}, "nods"),
         ({}, {"nodes": 0}, "nodes"),
         ({"lr": 1}, {}, "'lr' is not a key"),
-        ({"optimizer.lrr": 1}, {}, "did you mean optimizer.lr"),
+        ({"optimizer.lrr": 1}, {}, "did you mean --optimizer.lr"),
     ],
 )
 def test_mistakes_are_those_of_the_command_line(desk, keys, options, message):

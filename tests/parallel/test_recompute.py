@@ -202,7 +202,9 @@ def test_blocks_are_those_of_the_attribute_or_the_repeated_stages():
 
 @pytest.mark.parametrize("wrong", ["some", 0, -1, True, 1.5])
 def test_other_values_are_refused(wrong):
-    with pytest.raises(ConfigError, match=r"memory\.recompute is .*: give one of none, selective"):
+    with pytest.raises(
+        ConfigError, match=r"memory\.recompute is .*: give .*one of none, selective"
+    ):
         MemorySection(recompute=wrong)
 
 

@@ -143,7 +143,7 @@ def test_the_vocabulary_comes_from_the_data(config, text_data):
             "does not divide model.heads 4: nearest that it divides: model.heads 3",
         ),
         ("--model.vocab=null", "the vocabulary size is not known: give model.vocab, or data.path"),
-        ("--model.layer=3", "unknown key model.layer: did you mean model.layers?"),
+        ("--model.layer=3", "unknown option --model.layer: did you mean --model.layers?"),
     ],
 )
 def test_mistakes_are_one_line(config, option, message):
@@ -166,9 +166,8 @@ def test_the_verb_prints_a_table_or_json(config):
     assert all(entry["activation_bytes"] > 0 for entry in tree["schedules"])
 
 
-def test_help_and_no_arguments():
+def test_help():
     assert "hpc-train plan" in run(*command("plan", "--help")).stdout
-    assert run(*command("plan")).returncode == 2
 
 
 def test_planning_loads_neither_torch_nor_mpi(config):

@@ -34,7 +34,7 @@ def refused(done) -> str:
 def test_a_misspelt_key(program, launcher):
     ranks = 1 if launcher == "alone" else 2
     line = refused(program.train("run", "--run.stepps", "3", launcher=launcher, ranks=ranks))
-    assert "unknown key run.stepps: did you mean run.steps?" in line
+    assert "unknown option --run.stepps: did you mean --run.steps?" in line
     assert not (program.root / "run").exists()
 
 
@@ -306,7 +306,7 @@ def test_what_goes_wrong_on_all_ranks_is_told_once(tmp_path, kind, code):
     done = run("mpirun", "-np", "3", sys.executable, str(tmp_path / "wrong.py"))
     assert done.returncode == code
     told = {
-        "mistake": "did you mean run.steps?",
+        "mistake": "did you mean --run.steps?",
         "bug": "ZeroDivisionError: ",
         "memory": "This rank has run out of memory. What needs less",
     }[kind]

@@ -306,13 +306,21 @@ def test_a_rank_of_another_scheduling_class_starts_cold(tmp_path):
     assert "starts cold: the server differs from it in scheduling" in done.stderr
 
 
-def test_a_name_that_is_too_long_starts_cold_and_leaves_no_folder(tmp_path):
-    name = "x" * 100
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("x" * 100, "HPC_TRAIN_WARM is too long"),
+        ("a/b", "HPC_TRAIN_WARM is a/b, which is a path: give a name"),
+        ("..", "HPC_TRAIN_WARM is .., which is a path: give a name"),
+    ],
+    ids=["long", "path", "dots"],
+)
+def test_a_name_of_no_folder_starts_cold_and_leaves_none(tmp_path, name, why):
     path = script(tmp_path, "print('runs')")
     done = run(*python(path), environ={key.WHY: "1", key.WARM: name})
     assert done.stdout == "runs\n"
-    assert "HPC_TRAIN_WARM is too long" in done.stderr
-    assert not Path(meeting.folder_of(name)).exists()
+    assert why in done.stderr
+    assert not Path(meeting.folder_of(name), "key").exists()
 
 
 def test_ranks_below_shells_of_their_own_share_a_server(tmp_path):

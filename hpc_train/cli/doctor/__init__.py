@@ -40,7 +40,7 @@ def options() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if {"-h", "--help"} & set(arguments):
-        return show_help(options(), arguments)
+        return show_help(options())
     given = options().parse_args(join_values(arguments, ["--image_options"]))
     launch = environment.read_launch(os.environ)
     if given.image:

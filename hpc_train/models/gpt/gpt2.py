@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +71,14 @@ def foreign_weights(
 
     Raises:
         ConfigError: the weights are of a GPT with other sizes, or of one that computes otherwise.
+        DataError: a size in a `config.json` is no number.
     """
     if about.get("model_type") != "gpt2":
         saved = about.get("shape", {})
         _check_sizes(sizes, {key: saved[key] for key in ("heads",) if key in saved})
         return lambda name: (name, lambda tensor: _fitted(name, tensor, sizes))
-    theirs = {key: about.get(name, default) for key, (name, default) in SIZES.items()}
+    about = {name: value for name, value in about.items() if value is not None}
+    theirs = {key: _size(about, name, default) for key, (name, default) in SIZES.items()}
     theirs["sequence"] = min(theirs["sequence"], sizes["sequence"])  # `_fitted` makes these equal
     theirs["vocab"] = max(theirs["vocab"], sizes["vocab"])
     _check_sizes(sizes, theirs if whole else {"heads": theirs["heads"]})
@@ -88,6 +90,17 @@ def foreign_weights(
                 "give other weights in checkpoint.weights",
             )
     return lambda name: _converted(name, sizes)
+
+
+def _size(about: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A size in a `config.json`, or another value that decides which tensors there are."""
+    value = about.get(name, default)
+    if type(value) is not type(default) or value < 0:
+        kind = "true or false" if isinstance(default, bool) else "a whole number"
+        raise DataError(
+            f"{name} is {value!r} in the config.json of checkpoint.weights", f"write {kind} there"
+        )
+    return value
 
 
 def _check_sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
