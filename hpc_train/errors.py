@@ -172,6 +172,11 @@ class ReadNote(str):
     """A note on an error: what was being read, such as "sample 3 of step 2"."""
 
 
+def cause_in_words(error: BaseException) -> str:
+    """An error for a record: the cause of one of ours, or the error as Python shows it."""
+    return error.cause if isinstance(error, HpcTrainError) else repr(error)
+
+
 def error_in_words(error: BaseException) -> str:
     """An error for a message: what was being read, the error's class and its text."""
     places = [note for note in getattr(error, "__notes__", ()) if isinstance(note, ReadNote)]

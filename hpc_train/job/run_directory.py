@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from hpc_train import files, log
 from hpc_train.checkpoint.catalogue import find_checkpoints
 from hpc_train.checkpoint.claim import Claim, claimed
 from hpc_train.config import RunConfig
-from hpc_train.errors import ConfigError, unwritable
+from hpc_train.errors import ClaimError, ConfigError, Stopped, cause_in_words, unwritable
 from hpc_train.job import jobs
 from hpc_train.launch.protocol import STOP
+from hpc_train.launch.recent import LAST_BYTES
+from hpc_train.monitoring.records import RecordsFile
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
@@ -62,9 +65,41 @@ def _check_untrained(group: Group, directory: Path) -> None:
             )
 
 
-def claimed_by_job(group: Group, directory: Path, timeout: float) -> AbstractContextManager[Claim]:
-    """`claimed` for this job, as its scheduler and its launcher know it."""
-    return claimed(group, directory, timeout, jobs.own_place(os.environ), jobs.known)
+@contextmanager
+def claimed_by_job(group: Group, directory: Path, timeout: float) -> Iterator[Claim]:
+    """`claimed` for this job, as its scheduler and its launcher know it.
+
+    An error that comes before the job reports anything is recorded in events.jsonl.
+    """
+    place = jobs.own_place(os.environ)
+    with claimed(group, directory, timeout, place, jobs.known) as claim:
+        events = directory / "events.jsonl"
+        before = _size(events) if group.rank == 0 else 0
+        try:
+            yield claim
+        except Exception as error:
+            if group.rank == 0 and not isinstance(error, Stopped) and _size(events) == before:
+                with suppress(ClaimError, OSError):
+                    claim.check()
+                    _record_failure(events, error)
+            raise
+
+
+def _size(path: Path) -> int:
+    """The bytes of a file; 0 if it is not there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _record_failure(path: Path, error: Exception) -> None:
+    """Record the end of a job that has failed before its event "start"."""
+    steps = [event.get("step") for event in files.lines_of(path, LAST_BYTES)]
+    step = next((step for step in reversed(steps) if isinstance(step, int)), 0)
+    end = {"time": round(time.time(), 3), "event": "end", "step": step, "before_start": True}
+    with closing(RecordsFile(path)) as events:
+        events.write(end | {"reason": "failed", "why": cause_in_words(error)})
 
 
 def write_config(group: Group, directory: Path, config: RunConfig) -> None:
@@ -89,6 +124,10 @@ def _logged(group: Group, directory: Path) -> Iterator[None]:
         handler = log.to_file(directory / "logs", group.rank, group.size)
     try:
         yield
+    except Exception as error:
+        if not isinstance(error, Stopped):  # the log's last line says why there is no more
+            log.error_to(handler, error)
+        raise
     finally:
         log.stop(handler)
 
