@@ -10,8 +10,9 @@ from pathlib import Path
 
 from hpc_train import files, log
 from hpc_train.checkpoint.catalogue import find_checkpoints
-from hpc_train.checkpoint.claim import Claim, claimed
+from hpc_train.checkpoint.claim import FOLDER, Claim, claimed
 from hpc_train.config import RunConfig
+from hpc_train.data.manifest import DATA_KINDS, FILE_NAME
 from hpc_train.errors import ClaimError, ConfigError, Stopped, cause_in_words, unwritable
 from hpc_train.job import jobs
 from hpc_train.launch.protocol import STOP
@@ -20,6 +21,8 @@ from hpc_train.monitoring.records import RecordsFile
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
+MANIFEST_BEGIN = 1 << 10  # bytes of a manifest in which its format stands
+
 
 @contextmanager
 def run_directory(group: Group, config: RunConfig) -> Iterator[tuple[Path, Claim]]:
@@ -27,11 +30,11 @@ def run_directory(group: Group, config: RunConfig) -> Iterator[tuple[Path, Claim
 
     Raises:
         ClaimError: another job trains there.
-        ConfigError: the directory cannot be written, a file STOP in it ends the run, or it is that
-            of a training, and this is a performance test.
+        ConfigError: the directory cannot be written, a file STOP in it ends the run, it is the
+            folder of a data set, or it is that of a training, and this is a performance test.
     """
     directory = Path(config.run.dir)
-    check_not_ended(group, directory)
+    check_may_start(group, directory)
     if config.run.test_steps:
         _check_untrained(group, directory)
     with (
@@ -41,11 +44,12 @@ def run_directory(group: Group, config: RunConfig) -> Iterator[tuple[Path, Claim
         yield directory, claim
 
 
-def check_not_ended(group: Group, directory: Path) -> None:
-    """Check that no file STOP in a directory ends the run. Collective.
+def check_may_start(group: Group, directory: Path) -> None:
+    """Check that no file STOP in a directory ends the run, and that it has no data. Collective.
 
     Raises:
-        ConfigError: there is such a file.
+        ConfigError: there is such a file, or the first start of a run is in the folder of a data
+            set: whoever removes the run would remove the data.
     """
     with agreed(group):
         if group.rank == 0 and (directory / STOP).exists():
@@ -53,6 +57,21 @@ def check_not_ended(group: Group, directory: Path) -> None:
                 f"{directory / STOP} is there, which ends the run",
                 "remove it to resume the run",
             )
+        if group.rank == 0 and not (directory / FOLDER).exists() and _has_data(directory):
+            raise ConfigError(
+                f"{directory} is the folder of a data set",
+                "give the run a folder of its own (run.dir; to a loop of your own its directory)",
+            )
+
+
+def _has_data(directory: Path) -> bool:
+    """Whether a folder has the manifest of a prepared data set."""
+    try:
+        with (directory / FILE_NAME).open("rb") as file:
+            begin = file.read(MANIFEST_BEGIN)
+    except OSError:
+        return False
+    return any(f'"format": "{kind}/'.encode() in begin for kind in DATA_KINDS)
 
 
 def _check_untrained(group: Group, directory: Path) -> None:

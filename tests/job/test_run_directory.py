@@ -48,3 +48,13 @@ def test_nothing_is_recorded_in_the_directory_of_another_job(tmp_path):
         shutil.rmtree(claim.folder)  # as a user frees it for another job
         raise ConfigError("run.x is 1")
     assert not (tmp_path / "events.jsonl").exists()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_a_run_is_not_put_into_the_folder_of_a_data_set(group, together):
+    if group.rank == 0:
+        (together / "manifest.json").write_text('{\n "format": "hpc_train.table/5",\n "rows": 1}')
+    refused = pytest.raises(ConfigError, match="is the folder of a data set: give the run")
+    with refused, run_directory(group, configured(together)):
+        pass
