@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from hpc_train import files, log
 from hpc_train.checkpoint.catalogue import find_checkpoints
@@ -21,6 +25,18 @@ from hpc_train.monitoring.records import RecordsFile
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
+logger = logging.getLogger(__name__)
+
+# The keys with these beginnings change what is trained or how. A resume refuses many of them.
+TRAINING_KEYS = (
+    "model.",
+    "data.loss",
+    "optimizer.",
+    "precision.dtype",
+    "gradients.average_every",
+    "gradients.reduction",
+    "gradients.compression",
+)
 MANIFEST_BEGIN = 1 << 10  # bytes of a manifest in which its format stands
 
 
@@ -124,14 +140,55 @@ def _record_failure(path: Path, error: Exception) -> None:
 def write_config(group: Group, directory: Path, config: RunConfig) -> None:
     """Write the configuration with which a run begins or goes on. Collective.
 
-    Not before the run's checkpoint was accepted: a start that is refused leaves the old one.
+    Not before the run's checkpoint was accepted: a start that is refused leaves the old one. The
+    log names the changed keys on which the course of training depends.
 
     Raises:
         ConfigError: it cannot be written.
     """
     with agreed(group), writable(directory):
         if group.rank == 0:
-            files.write_text(directory / "config.yaml", config.to_yaml())
+            path, text = directory / "config.yaml", config.to_yaml()
+            if changed := _changes(path, text):
+                logger.info("changed since the last start: %s", ", ".join(changed))
+            files.write_text(path, text)
+
+
+def _changes(path: Path, text: str) -> list[str]:
+    """How a configuration differs from an earlier one, in the keys that change the training.
+
+    Args:
+        path: the file of the earlier one. It may be missing, or damaged.
+        text: the new configuration.
+    """
+    try:
+        before = _values(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    now = _values(text)
+    schedules = {one.get("optimizer.schedule", "constant") for one in (before, now)}
+    steps = () if schedules == {"constant"} else ("run.steps", "run.epochs")  # the rate's course
+    return [
+        f"{key} {_shown(before[key])} -> {_shown(value)}"
+        for key, value in now.items()
+        if key.startswith((*TRAINING_KEYS, *steps)) and before.get(key, value) != value
+    ]
+
+
+def _values(text: str) -> dict[str, Any]:
+    """The values of a configuration, by their keys."""
+    tree = yaml.safe_load(text)
+    sections = tree.items() if isinstance(tree, dict) else ()
+    return {
+        f"{name}.{key}": value
+        for name, section in sections
+        if isinstance(section, dict)
+        for key, value in section.items()
+    }
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from hpc_train.config import RunConfig
 from hpc_train.config.file import load
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.files import lines_of
-from hpc_train.job.run_directory import run_directory
+from hpc_train.job.run_directory import run_directory, write_config
 from hpc_train.launch.alive import state_in_words
 from hpc_train.mpi.group import Group
 
@@ -58,3 +59,24 @@ def test_a_run_is_not_put_into_the_folder_of_a_data_set(group, together):
     refused = pytest.raises(ConfigError, match="is the folder of a data set: give the run")
     with refused, run_directory(group, configured(together)):
         pass
+
+
+def test_changes_of_the_training_are_told_at_a_resume(tmp_path, caplog):
+    def start(*options):
+        caplog.clear()
+        given = load(options=["--run.dir", str(tmp_path), *options])
+        write_config(Group(), tmp_path, given)
+        return [record.message for record in caplog.records]
+
+    caplog.set_level(logging.INFO, "hpc_train")
+    cosine = ["--optimizer.schedule", "cosine"]
+    assert start() == []
+    assert start("--run.steps", "7", "--run.log_every", "3") == [], "the learning rate is the same"
+    assert start("--run.steps", "7", *cosine) == [
+        "changed since the last start: optimizer.schedule constant -> cosine"
+    ]
+    assert start("--run.steps", "9", "--optimizer.lr", "0.5", *cosine) == [
+        "changed since the last start: run.steps 7 -> 9, optimizer.lr 0.0003 -> 0.5"
+    ]
+    (tmp_path / "config.yaml").write_text("[")
+    assert start() == []

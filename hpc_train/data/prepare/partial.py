@@ -117,9 +117,10 @@ def writing_to(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = remedy_for(error, "free some space")
         raise StorageError(
             f"cannot write {target}: {error.strerror or f'a write was cut short ({error})'}",
-            f"{remedy_for(error, 'free some space')}; with the same path the same command continues",
+            f"{remedy}; with the same path the same command continues",
         ) from error
 
 
