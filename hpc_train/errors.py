@@ -172,6 +172,11 @@ class ReadNote(str):
     """A note on an error: what was being read, such as "sample 3 of step 2"."""
 
 
+def cause_in_words(error: BaseException) -> str:
+    """An error for a record: the cause of one of ours, or the error as Python shows it."""
+    return error.cause if isinstance(error, HpcTrainError) else repr(error)
+
+
 def error_in_words(error: BaseException) -> str:
     """An error for a message: what was being read, the error's class and its text."""
     places = [note for note in getattr(error, "__notes__", ()) if isinstance(note, ReadNote)]
@@ -191,8 +196,18 @@ def unwritable(directory: str | os.PathLike[str], error: OSError) -> ConfigError
     named = "" if error.filename is None else f": {error.filename}"
     return ConfigError(
         f"{directory} cannot be written ({error.strerror}{named})",
-        "give a folder that you may write to, or free space",
+        remedy_for(error, "give a folder that you may write to, or free space"),
     )
+
+
+def remedy_for(error: OSError, otherwise: str) -> str:
+    """What to do about an error of the file system.
+
+    Args:
+        error: the error.
+        otherwise: what to do if the error's number does not tell.
+    """
+    return _REMEDIES.get(error.errno or 0, otherwise)
 
 
 def file_error(error: BaseException) -> HpcTrainError | None:

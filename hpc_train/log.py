@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_train.errors import print_line
+from hpc_train.errors import HpcTrainError, file_error, first_line, print_line
 
 ROOT = "hpc_train"
 
@@ -76,6 +76,14 @@ def to_file(directory: Path, rank: int, size: int) -> logging.Handler:
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     return handler
+
+
+def error_to(handler: logging.Handler, error: BaseException) -> None:
+    """Write an error to one handler only, with its traceback if it is no line for the user."""
+    told = error if isinstance(error, HpcTrainError) else file_error(error)
+    trace = None if told else (type(error), error, error.__traceback__)
+    text = str(told or first_line(error))
+    handler.handle(logging.LogRecord(ROOT, logging.ERROR, __file__, 0, text, None, trace))
 
 
 def destination() -> str:

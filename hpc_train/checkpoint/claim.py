@@ -98,8 +98,10 @@ class Claim:
             return None
         if owner is None and not files.is_there(self.folder.parent):
             return ClaimError(
-                f"{self.folder.parent} was removed, and its checkpoints with it",
-                "start again in a new directory",
+                f"{self.folder.parent} is no longer there, so this job writes no more to it",
+                "if it was moved, give its new path as run.dir (to a loop of your own as its "
+                "directory), and the run goes on from its newest checkpoint; if it was removed, "
+                "its checkpoints are gone: start again in another directory",
             )
         by = f"taken over by {owner}" if owner is not None else "taken from this job"
         return ClaimError(

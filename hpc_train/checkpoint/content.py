@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -360,21 +361,33 @@ class Content:
             if own.get(key) != saved.get(key):
                 made = f"with {key} {saved[key]}" if key in saved else f"without {key}"
                 mine = own.get(key, "no such thing")
+                cause, back = f"{path} was made {made}, this run has {mine}", self._way_back(key)
                 if key == "data" and isinstance(saved.get(key), str | list):
                     both = [saved[key], mine]
                     lists = [sorted(map(str, one)) for one in both if isinstance(one, list)]
                     same = len(lists) == 2 and lists[0] == lists[1]
                     what = "the same data in another order" if same else "other data"
                     than = f" than {self.where}" if self.where else ""
-                    raise CheckpointMismatch(
+                    cause = (
                         f"{path} was made from {what}{than}: the manifest of its data had the hash "
-                        f"{saved[key]}, here it is {mine}",
-                        "set data.path back, or start anew in another directory",
+                        f"{saved[key]}, here it is {mine}"
                     )
-                raise CheckpointMismatch(
-                    f"{path} was made {made}, this run has {mine}",
-                    f"set {key} back, or start anew in another directory",
-                )
+                    back = "set data.path back"
+                raise CheckpointMismatch(cause, f"{back}, {self._other_ways(path, key)}")
+
+    def _way_back(self, key: str) -> str:
+        if key == "shares of the mixture":
+            named = " (weight in data.path)" if self.where else ""
+            return f"set the weights of the mixture{named} back"
+        return "give the same data again" if " " in key else f"set {key} back"  # or it is no key
+
+    def _other_ways(self, path: Path, key: str) -> str:
+        """What to do if the difference is wanted. Weights fit unless the model has changed."""
+        anew = "start anew in another directory"
+        if not self.where or key.startswith(("model.", "finetune.")):
+            return f"or {anew}"
+        own = f"give another run.dir and --checkpoint.weights {shlex.quote(str(path))}"
+        return f"{anew}, or keep only its weights: {own}"
 
 
 def _check_slots_of_options(optimizer: Optimizer, path: Path) -> None:

@@ -205,10 +205,12 @@ def checked_manifest(directory: Path, parse: Callable[[Any], M], kind: str) -> M
         text = path.read_text(encoding="utf-8")
         return parse(json.loads(text, object_pairs_hook=_without_duplicates))
     except FileNotFoundError:
-        raise DataError(
-            f"{directory} holds no prepared data (no {FILE_NAME})",
-            f"`hpc-train prepare {kind} PATH... --out {directory}` makes it",
-        ) from None
+        remedy = f"`hpc-train prepare {kind} PATH... --out {directory}` makes it"
+        several = str(directory).split(",")
+        if several[1:] and all(Path(one.strip()).is_dir() for one in several):
+            parts = ", ".join(f"{{path: {one.strip()}, weight: 1}}" for one in several)
+            remedy = f"give a mixture of several folders as a list: '[{parts}]'"
+        raise DataError(f"{directory} holds no prepared data (no {FILE_NAME})", remedy) from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", "make it readable") from None
     except OtherKindError as error:

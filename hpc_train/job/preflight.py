@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hpc_train import files
-from hpc_train.errors import UserError, plural, size_text, some_of
+from hpc_train.errors import UserError, plural, remedy_for, size_text, some_of
 from hpc_train.host.memory import free_bytes
 from hpc_train.job.devices import used_devices
 from hpc_train.mpi.agreement import agreed, from_first, same
@@ -179,7 +179,7 @@ def _write(path: Path) -> None:
     except OSError as error:
         raise UserError(
             f"run.dir {path.parent} cannot be written ({error.strerror})",
-            "free space there, or give another folder",
+            remedy_for(error, "free space there, or give another folder"),
         ) from None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import HpcTrainError, Stopped
+from hpc_train.errors import Stopped, cause_in_words
 from hpc_train.job.heartbeat import history
 from hpc_train.job.run_directory import writable
 from hpc_train.monitoring.console import ProgressDisplay, progress
@@ -149,8 +149,7 @@ def reporting(
             _end(report, spent, stopped.step, reason="stopped", why=stopped.reason)
             raise
         except BaseException as error:
-            why = error.cause if isinstance(error, HpcTrainError) else repr(error)
-            _end(report, spent, report.last_step, reason="failed", why=why)
+            _end(report, spent, report.last_step, reason="failed", why=cause_in_words(error))
             raise
         reason, why = report.ending
         more = {"why": why} if why else {}

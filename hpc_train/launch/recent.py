@@ -46,7 +46,13 @@ class RecentRecords:
 
     @property
     def written(self) -> float | None:
-        """When the last record was written, in seconds since 1970; None if there is none."""
+        """When the last record was written, in seconds since 1970; None if there is none.
+
+        The record says it. That of an earlier version does not: then the file's time counts.
+        """
+        time = _number(self.last.get("time"))
+        if math.isfinite(time):
+            return time
         return (self.run / "metrics.jsonl").stat().st_mtime if self.records else None
 
     @property

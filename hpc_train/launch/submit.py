@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train import files
-from hpc_train.errors import HpcTrainError, SetupError, UserError, print_line
+from hpc_train.errors import HpcTrainError, SetupError, UserError, print_line, remedy_for
 from hpc_train.launch.batch import text
 from hpc_train.launch.compose import COPY, make
 from hpc_train.launch.protocol import QUEUED, STOP
@@ -103,5 +103,5 @@ def _writing(run_dir: Path) -> Iterator[None]:
         where = "" if named == str(run_dir) else f": {named}"
         raise UserError(
             f"run.dir {run_dir} cannot be written ({error.strerror}{where})",
-            "give a directory of your own, or free space",
+            remedy_for(error, "give a directory of your own, or free space"),
         ) from None

@@ -202,7 +202,8 @@ def _cause(table: RankTable, rank: int, part: str, lost: float) -> tuple[Cause, 
             return "memory", words.say_pages(*computing, reads, read=True)
         return "compute", words.say_stands_still(*computing, lost)
     faults = table.excess("faults", rank)
-    if faults * FAULT > 0.3 * lost or (faults > 0 and table.excess("system", rank) > 0.4 * lost):
+    system = table.excess("system", rank)  # seconds in the kernel
+    if faults >= 1 and (faults * FAULT > 0.3 * lost or system > 0.4 * lost):
         return "memory", words.say_pages(*computing, faults, read=False)
     arithmetic, memory = table.ratio("arithmetic", rank), table.ratio("memory", rank)
     if memory > SLOWER and memory > 1.1 * arithmetic:

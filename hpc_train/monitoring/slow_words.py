@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from hpc_train.errors import plural
 from hpc_train.times import time_text
 
 
@@ -39,7 +40,8 @@ def say_stands_still(mine: float, others: float, lost: float) -> str:
 def say_pages(mine: float, others: float, pages: float, *, read: bool) -> str:
     """A rank that gets many new pages of memory."""
     what = "it reads back from a disk" if read else "the system has to give it"
-    return f"{_computing(mine, others)}, and {what} {pages:.0f} more pages of memory in each step"
+    more = plural(round(pages), "more page", "more pages")
+    return f"{_computing(mine, others)}, and {what} {more} of memory in each step"
 
 
 def say_memory(mine: float, others: float, ratio: float) -> str:

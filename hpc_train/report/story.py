@@ -91,6 +91,9 @@ def read_story(run: Path) -> Story:
         match event.get("event"):
             case "start" if len(story.starts) < MOST_STARTS:
                 story.starts.append(Start(_time(event), _whole(event.get("after")), event))
+            case "end" if event.get("before_start") and len(story.starts) < MOST_STARTS:
+                story.starts.append(Start(_time(event)))
+                _end(story.starts[-1], event)
             case "end" if story.starts and story.starts[-1].ended is None:
                 _end(story.starts[-1], event)
             case "slow":

@@ -28,7 +28,7 @@ from hpc_train.host.allocator import close_gaps
 from hpc_train.job.heartbeat import Heartbeat
 from hpc_train.job.leaving import Held
 from hpc_train.job.reporting import reporting
-from hpc_train.job.run_directory import check_not_ended, claimed_by_job
+from hpc_train.job.run_directory import check_may_start, claimed_by_job
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel import batch_norm as batch_norms
@@ -181,8 +181,8 @@ class Loop(Stepping):
             collate_fn: puts a list of samples together, as `collate_fn` of torch's DataLoader.
 
         Raises:
-            ConfigError: the batch does not fit the ranks or the data, or a file STOP was in the
-                directory before the start.
+            ConfigError: the batch does not fit the ranks or the data, a file STOP was in the
+                directory before the start, or the directory is the folder of a data set.
             UserError: the ranks passed different arguments, an epoch was not run to its end, or
                 some ranks have left the loop and others have not.
             ClaimError: another job writes to the directory.
@@ -233,7 +233,7 @@ class Loop(Stepping):
             (order.samples, order.identity, batch, epochs, seed, shuffle, accumulate, lengths)
         )
         same(self.group, what, given, "give all ranks the same")
-        check_not_ended(self.group, self.checkpoints.directory)
+        check_may_start(self.group, self.checkpoints.directory)
         self.registered.check_optimizers()
         self.averager.expect(accumulate if most is None else MANY_PASSES)
         with (

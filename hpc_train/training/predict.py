@@ -118,11 +118,11 @@ def plan_predictions(trained: TrainedModel, options: PredictOptions) -> Predicti
     first = list_tables(options.paths)[0]
     found = table_columns(first)
     for names, why in ((features.columns, "which the model reads"), (options.columns, "to copy")):
-        if missing := [repr(name) for name in names if name not in found]:
+        if missing := [name for name in names if name not in found]:
             what = "column" if len(missing) == 1 else "columns"
             raise DataError(
-                f"{first.path} has no {what} {some_of(missing, 5)}, {why}",
-                told_names(first, found),
+                f"{first.path} has no {what} {some_of([*map(repr, missing)], 5)}, {why}",
+                told_names(first, missing[0], found),
             )
     schema = _schema(trained, features, found, options)
     if options.scores is not None and schema.task == "none":

@@ -158,7 +158,9 @@ class Trainer:
                 self._find_micro_batch()
             after = resume_or_start(self.checkpoints, self.config.checkpoint)
             if after >= self.plan.last or self.patience.over:
-                early = ", and run.patience has ended training" if self.patience.over else ""
+                early = f"; raise run.{'epochs' if self.config.run.epochs else 'steps'} to go on"
+                if self.patience.over:
+                    early = ", and run.patience has ended training"
                 logger.info("nothing to do: step %d of %d is done%s", after, self.plan.last, early)
                 self._finish(after)
                 return after

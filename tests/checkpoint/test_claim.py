@@ -137,10 +137,10 @@ def test_the_command_in_the_message_frees_the_directory_and_the_owner_notices(tm
     other.release()
 
 
-def test_a_directory_that_was_removed_is_told(tmp_path):
+def test_a_directory_that_was_moved_or_removed_is_told(tmp_path):
     owner = take_claim(tmp_path / "run", living())
-    shutil.rmtree(tmp_path / "run")
-    with pytest.raises(ClaimError, match="run was removed, and its checkpoints with it: start"):
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(ClaimError, match=r"run is no longer there.*new path as run\.dir.*removed"):
         owner.check()
 
 

@@ -177,8 +177,24 @@ def test_a_folder_without_text(tmp_path):
     with pytest.raises(DataError, match="no file is in the folders.*begin with a dot are left out"):
         prepare_text([folder], tmp_path / "out")
     (folder / "binary").write_bytes(b"\0")
-    with pytest.raises(DataError, match="no text in the 1 file that was given"):
+    with pytest.raises(DataError, match=r"given \(1 is not UTF-8, such as .*iconv -f latin1 -t"):
         prepare_text([folder], tmp_path / "out")
+    (folder / "binary").write_bytes(b"")
+    with pytest.raises(DataError, match="no text in the 1 file that was given: give files"):
+        prepare_text([folder], tmp_path / "out")
+    (tmp_path / "file").touch()
+    (folder / "text").write_text("text\n")
+    with pytest.raises(DataError, match="Not a directory: give another path"):
+        prepare_text([folder], tmp_path / "file" / "out")
+
+
+def test_a_mixture_without_its_brackets_is_told_the_form(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    told = r"a list: '\[\{path: a, weight: 1\}, \{path: b, weight: 1\}\]'"
+    with pytest.raises(DataError, match=told):
+        read_manifest(Path("a,b"))
 
 
 def test_byte_order_marks_are_no_text_and_skipped_files_are_named(tmp_path, caplog):

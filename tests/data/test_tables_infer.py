@@ -164,6 +164,15 @@ def test_roles_have_columns_that_suit_them(table):
             infer_schema(files, **roles)
 
 
+def test_the_column_that_was_meant_is_named_first(tmp_path):
+    path = tmp_path / "a.csv"
+    names = [f"feature {n}" for n in range(30)] + ["Churned"]
+    path.write_text(f"{','.join(names)}\n{','.join('1' for _ in names)}\n")
+    for roles in ({"targets": ["churnd"]}, {"targets": ["Churned"], "weight": "churnd"}):
+        with pytest.raises(DataError, match=r"'churnd': did you mean 'Churned'\? Its columns are "):
+            infer_schema(list_tables([path]), **roles)
+
+
 def test_a_file_with_other_columns_is_named(table, tmp_path):
     other = tmp_path / "b.csv"
     names = table.read_text().split("\n")[0].split(",")

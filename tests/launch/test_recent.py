@@ -39,6 +39,11 @@ def test_speed_work_left_and_waiting(tmp_path):
     assert recent(tmp_path, [record(1000)]).lines()[1] == "all of its 1000 steps are done"
 
 
+def test_a_record_says_itself_when_it_was_made(tmp_path):
+    assert recent(tmp_path, [record(1, time=1e9)], '{"step": 2, "lo').written == 1e9
+    assert recent(tmp_path, [record(1)]).written > 1e9, "the time of the file"
+
+
 def test_the_records_of_an_earlier_start_count_until_there_is_one_of_the_newest(tmp_path):
     (tmp_path / "config.yaml").write_text(STEPS)
     events = [{"event": "start", "after": 0}, {"event": "start", "after": 50}]

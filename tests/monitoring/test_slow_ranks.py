@@ -77,6 +77,10 @@ CASES = {
     ),
     "memory": (LATE | TRIED | {"memory": 0.008}, "a copy in its memory takes 2.0 times as long"),
     "memory, new pages": (LATE | {"faults": 50010}, "has to give it 50000 more pages of memory"),
+    "compute, hardly a page": (
+        LATE | {"faults": 10.3, "system": 0.04},
+        "it computes 150 ms in each step, others 100 ms",
+    ),
     "memory, pages on a disk": (
         {"compute": 0.15, "delayed": 0.001, "reads": 30},
         "it reads back from a disk 30 more pages",

@@ -23,6 +23,14 @@ def test_a_killed_start_is_known_by_the_record_that_the_next_one_dropped(tmp_pat
     assert (third.lost, third.followed) == (None, False)
 
 
+def test_a_start_that_was_refused_does_not_end_the_one_before_it(tmp_path):
+    refused = {"time": BEGIN + 70, "event": "end", "step": 40, "reason": "failed", "why": "no"}
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), refused | {"before_start": True}])
+    first, second = read_story(tmp_path).starts
+    assert (first.ended, first.failed) == (None, False), "it was killed"
+    assert (second.after, second.ended, second.cause) == (None, BEGIN + 70, "failed: no")
+
+
 def test_a_launcher_that_knows_no_step_says_none(tmp_path):
     write_lines(tmp_path / "events.jsonl", [start(1, 0)])
     attempt = [

@@ -97,7 +97,10 @@ def test_a_checkpoint_of_another_model(program):
     assert program.train("run", "--run.steps", "2").returncode == 0
     path = program.checkpoint("run", 2)
     before = path.read_bytes(), (path.parents[1] / "config.yaml").read_bytes()
-    assert "nothing to do" in program.train("run", "--run.steps", "1").stdout
+    assert (
+        "nothing to do: step 2 of 1 is done; raise run.steps"
+        in program.train("run", "--run.steps", "1").stdout
+    )
     heads = refused(program.train("run", "--model.heads", "4"))  # the shapes are the same
     assert "was made with model.heads 2" in heads
     line = refused(program.train("run", "--model.hidden", "64", **RANKS))

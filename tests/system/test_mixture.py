@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -49,6 +50,8 @@ def test_a_mixture_is_the_same_on_every_layout_and_after_a_resume(program, text_
 
     line = refused(program, "whole", *steady, *mixed(text_data, digits, 2))
     assert "was made with shares of the mixture [0.25, 0.75], this run has [0.333" in line
+    assert "set the weights of the mixture (weight in data.path) back, start" in line
+    assert re.search(r"another run\.dir and --checkpoint\.weights \S*step-000000012\.safet", line)
     turned = json.dumps([*reversed(json.loads(mixed(text_data, digits, 3)[1]))])
     line = refused(program, "whole", *steady, "--data.path", turned)
     assert "was made from the same data in another order than " in line

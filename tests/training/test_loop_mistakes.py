@@ -76,6 +76,15 @@ def test_a_start_with_a_stop_file_takes_no_step_and_asks_to_remove_it(tmp_path):
     assert list(tmp_path.glob("*.safetensors"))
 
 
+def test_a_loop_is_not_put_into_the_folder_of_a_data_set(tmp_path):
+    (tmp_path / "manifest.json").write_text('{\n "format": "hpc_train.tokens/4"\n}')
+    with pytest.raises(ConfigError, match="is the folder of a data set: give the run a folder"):
+        train(*make(tmp_path))
+    assert not (tmp_path / ".claim").exists()
+    (tmp_path / ".claim").mkdir()  # a run that was there already goes on
+    train(*make(tmp_path))
+
+
 def test_cancel_takes_the_directory_of_a_loop(tmp_path):
     train(*make(tmp_path))
     cancel(tmp_path)

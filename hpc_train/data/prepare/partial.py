@@ -33,7 +33,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hpc_train import files
 from hpc_train.data.manifest import FILE_NAME
-from hpc_train.errors import DataError, StorageError
+from hpc_train.errors import DataError, StorageError, remedy_for
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +117,10 @@ def writing_to(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = remedy_for(error, "free some space")
         raise StorageError(
             f"cannot write {target}: {error.strerror or f'a write was cut short ({error})'}",
-            "free some space, or get permission to write there; the same command then continues",
+            f"{remedy}; with the same path the same command continues",
         ) from error
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -84,9 +85,14 @@ def only_texts(listed: Sequence[InputFile]) -> list[InputFile]:
             "give files or folders of UTF-8 text; files whose names begin with a dot are left out",
         )
     if not texts:
+        given = plural(len(listed), "file that was", "files that were")
+        other = [file.path for file in listed if file.size]
+        if not other:
+            raise DataError(f"no text in the {given} given", "give files or folders of UTF-8 text")
+        count = plural(len(other), "is", "are")
         raise DataError(
-            f"no text in the {plural(len(listed), 'file that was', 'files that were')} given",
-            "give files or folders of UTF-8 text",
+            f"no text in the {given} given ({count} not UTF-8, such as {other[0]})",
+            _conversion(other[0]),
         )
     taken = {file.path for file in texts}
     for why, skipped in (
@@ -97,6 +103,11 @@ def only_texts(listed: Sequence[InputFile]) -> list[InputFile]:
             count = plural(len(skipped), "file that is", "files that are")
             logger.info("skipped %s %s, such as %s", count, why, ", ".join(skipped[:NAMES_LOGGED]))
     return texts
+
+
+def _conversion(path: str) -> str:
+    """A remedy for a file of text that is not UTF-8."""
+    return f"convert it, for instance from Latin-1: iconv -f latin1 -t utf-8 {quote(path)} > NEW"
 
 
 def _sniffed(file: InputFile) -> InputFile | None:

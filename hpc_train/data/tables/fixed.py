@@ -19,7 +19,7 @@ from hpc_train.data.tables.features import (
     TargetValues,
 )
 from hpc_train.data.tables.row_files import read_array
-from hpc_train.data.tables.schema import TableSchema
+from hpc_train.data.tables.schema import SHOWN_NAMES, TableSchema
 from hpc_train.data.tables.statistics import (
     NumberSummary,
     add_counts,
@@ -28,7 +28,6 @@ from hpc_train.data.tables.statistics import (
     smallest,
     summary_of,
 )
-from hpc_train.data.tables.table_files import SHOWN_NAMES
 from hpc_train.data.tables.targets import class_order
 from hpc_train.errors import DataError
 

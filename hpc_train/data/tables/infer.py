@@ -18,7 +18,14 @@ from hpc_train.data.tables.conversion import TRUTH, ColumnValues, from_array, fr
 from hpc_train.data.tables.csv_sample import sample_csv
 from hpc_train.data.tables.features import Categories
 from hpc_train.data.tables.parquet_source import sample_parquet, unnamed_index
-from hpc_train.data.tables.schema import MISSING, Column, ColumnKind, TableSchema, TableTask
+from hpc_train.data.tables.schema import (
+    MISSING,
+    Column,
+    ColumnKind,
+    TableSchema,
+    TableTask,
+    columns_beside,
+)
 from hpc_train.data.tables.sources import table_columns
 from hpc_train.data.tables.table_files import TableFile, check_names, told_names
 from hpc_train.errors import DataError, some_of
@@ -120,7 +127,7 @@ def infer_schema(
     kinds = {name: _kind(column, used=name in roles) for name, column in sampled.items()}
     for name in targets:
         if name not in names:
-            raise DataError(f"the table has no column {name!r}", told_names(files[0], names))
+            raise DataError(f"the table has no column {name!r}", told_names(files[0], name, names))
     if task is None:
         task = _task(kinds, sampled, targets)
     _suit_roles(kinds, names, {"group": group, "time": time, "weight": weight})
@@ -241,9 +248,7 @@ def _suit_roles(
         if name is None:
             continue
         if name not in names:
-            raise DataError(
-                f"the table has no column {name!r}", f"its columns are {', '.join(names)}"
-            )
+            raise DataError(f"the table has no column {name!r}", columns_beside(name, names))
         if role == "group":
             kinds[name] = "categorical"
         elif kinds[name] not in (("numeric", "date") if role == "time" else ("numeric",)):

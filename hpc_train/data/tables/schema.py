@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -21,11 +22,26 @@ TableTask = Literal["classification", "regression", "multilabel", "none"]
 COLUMN_KINDS: tuple[str, ...] = get_args(ColumnKind)
 TABLE_TASKS: tuple[str, ...] = get_args(TableTask)
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
+SHOWN_NAMES = 20  # in a message
 
 
 def repeated(names: Iterable[str]) -> list[str]:
     """The names that occur more than once, in the order of their first places."""
     return [name for name, count in Counter(names).items() if count > 1]
+
+
+def columns_beside(missing: str, names: Sequence[str]) -> str:
+    """A remedy for a missing column: the name that is most like it, and the names that are there.
+
+    Args:
+        missing: the name of no column.
+        names: the names of the columns.
+    """
+    plain = {name.strip().casefold(): name for name in reversed(names)}
+    near = get_close_matches(missing.strip().casefold(), plain, n=1)
+    meant = f"did you mean {plain[near[0]]!r}? Its" if near else "its"
+    shown = [name if name == name.strip() else repr(name) for name in names[:SHOWN_NAMES]]
+    return f"{meant} columns are {', '.join(shown)}" + ", ..." * (len(names) > SHOWN_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +94,7 @@ class TableSchema:
         roles = [*self.targets, *(n for n in (self.group, self.time, self.weight) if n is not None)]
         for name in roles:
             if name not in kinds:
-                raise DataError(
-                    f"the table has no column {name!r}", f"its columns are {', '.join(kinds)}"
-                )
+                raise DataError(f"the table has no column {name!r}", columns_beside(name, [*kinds]))
             if kinds[name] == "ignored":
                 raise DataError(f"column {name!r} has a role, but is ignored", "give another kind")
         if both := repeated(roles):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hpc_train.data.prepare.inputs import COMPRESSED, reading_from
 from hpc_train.data.tables.features import RawColumns
-from hpc_train.data.tables.schema import repeated
+from hpc_train.data.tables.schema import columns_beside, repeated
 from hpc_train.errors import DataError
 
 TableFormat = Literal["csv", "parquet", "npz", "hdf5"]
@@ -22,7 +22,6 @@ WrongPolicy = Literal["raise", "count"]
 BATCH_ROWS = 1 << 16  # the most rows of a batch
 SAMPLED_ROWS = 4096  # of a row group, or of arrays
 CSV_NAMES = "the first line of a csv file has the names of its columns"
-SHOWN_NAMES = 20  # in a message
 PORTION_BYTES = 8 << 20  # of a file; a portion is read by one rank
 
 
@@ -121,10 +120,9 @@ def opened_table(file: TableFile) -> Iterator[BinaryIO]:
         yield cast("BinaryIO", opened)
 
 
-def told_names(file: TableFile, names: list[str]) -> str:
+def told_names(file: TableFile, missing: str, names: list[str]) -> str:
     """A remedy for a missing column: the names of those that a file has."""
-    shown = [name if name == name.strip() else repr(name) for name in names[:SHOWN_NAMES]]
-    told = f"its columns are {', '.join(shown)}" + ", ..." * (len(names) > SHOWN_NAMES)
+    told = columns_beside(missing, names)
     if len(names) == 1 and file.format == "csv":
         told += "; commas separate them, or tabs in a .tsv file"
     return told
