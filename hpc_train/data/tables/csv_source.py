@@ -10,6 +10,7 @@ import codecs
 import csv
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from hpc_train.data.tables.conversion import (
     QUOTES,
     ColumnValues,
     from_arrow,
+    without_missing,
 )
 from hpc_train.data.tables.csv_lines import (
     CSV_PIECE_BYTES,
@@ -41,7 +43,8 @@ from hpc_train.data.tables.csv_lines import (
     skip_to,
     stray_quotes,
 )
-from hpc_train.data.tables.schema import TableSchema
+from hpc_train.data.tables.features import Categories
+from hpc_train.data.tables.schema import ColumnKind, TableSchema
 from hpc_train.data.tables.table_files import (
     RawRows,
     TableFile,
@@ -231,7 +234,7 @@ class _Parser:
         for name, kind in self.kinds.items():
             [array] = table.column(name).chunks
             suiting = self._suiting(array, kind)
-            columns[name] = from_arrow(array if suiting is None else suiting, kind, self.missing)
+            columns[name] = self._values(array if suiting is None else suiting, kind)
             if suiting is not None:
                 self.types[name] = suiting.type
             elif columns[name].causes is None:
@@ -253,8 +256,15 @@ class _Parser:
         found = {}
         for name, kind in self.kinds.items():
             [array] = table.column(name).chunks
-            found[name] = from_arrow(array, kind, self.missing)
+            found[name] = self._values(array, kind)
         return found
+
+    def _values(self, array: Any, kind: ColumnKind) -> ColumnValues:
+        found = from_arrow(array, kind, self.missing)
+        if isinstance(found.raw, Categories):
+            return found
+        # pyarrow compares exact texts, but reads a number with blanks around it.
+        return replace(found, raw=without_missing(found.raw, kind, self.missing))
 
     def _suiting(self, array: Any, kind: str) -> Any:
         """An array of texts as the first Arrow type that suits all of them; None: none does."""
