@@ -58,6 +58,9 @@ def test_a_date_has_the_parts_that_vary():
     days = np.array([0.0, 40.0, 41.0, np.nan]) * 86400
     made = fit_features({"when": days}, {"when": "date"}, None)
     assert [one.name for one in made.numeric] == ["when.days", "when.month", "when.weekday"]
+    both = {"when": days, "when.month": days}
+    made = fit_features(both, {"when": "date", "when.month": "numeric"}, None)
+    assert len({one.name for one in made.numeric}) == 4
     assert TableFeatures.from_tree(made.to_tree()) == made
 
 

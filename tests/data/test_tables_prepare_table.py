@@ -87,6 +87,16 @@ def test_features_are_those_of_the_training_rows(tmp_path):
     check_shards(tmp_path / "out", made)
 
 
+def test_a_column_named_like_a_part_of_a_date_takes_no_feature_away(tmp_path):
+    table = made_table(100)
+    table |= {"day.month": table["value"], "day.weekday": table["word"]}
+    made = prepared(write_csv(tmp_path / "a.csv", table), tmp_path / "out")
+    parts = {one.name: one.part for one in made.features.numeric if one.column == "day"}
+    assert parts == {"day.days": "days", "day.month_": "month", "day.weekday_": "weekday"}
+    assert feature(made, "day.month").column == "day.month"
+    assert feature(made, "day.weekday").categories
+
+
 def test_robust_scaling_takes_the_median_and_the_quartiles(tmp_path):
     table = made_table(ROWS)
     table["number"][5] = 1e6

@@ -6,7 +6,7 @@ each checkpoint, so that a model can read other tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -57,7 +57,7 @@ class NumericFeature:
     """A feature that is a number. The model reads (value - center) / scale, or NaN.
 
     Args:
-        name: name of the feature: that of its column, or COLUMN.PART for a part of a date.
+        name: name of the feature: that of its column, or for a part of a date that of `part_name`.
         column: name of its column.
         part: the part of a date that it is; None for a numeric column.
         center: what is subtracted.
@@ -206,6 +206,14 @@ class TableFeatures:
 
 def _tuples(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()}
+
+
+def part_name(column: str, part: DatePart, columns: Container[str]) -> str:
+    """The name of a part of a date: COLUMN.PART, with _ behind it if a column has that name."""
+    name = f"{column}.{part}"
+    while name in columns:
+        name += "_"
+    return name
 
 
 def date_part(seconds: np.ndarray, part: DatePart) -> npt.NDArray[np.float64]:

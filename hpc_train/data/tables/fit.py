@@ -18,6 +18,7 @@ from hpc_train.data.tables.features import (
     TableFeatures,
     TargetValues,
     date_part,
+    part_name,
 )
 from hpc_train.data.tables.schema import ColumnKind
 
@@ -52,17 +53,17 @@ def fit_features(
         elif kind == "categorical":
             categorical.append(fit_categorical(name, columns[name], MAX_CATEGORIES))
         elif kind == "date":
-            numeric += _fit_date(name, columns[name], bins)
+            numeric += _fit_date(name, columns, bins)
     return TableFeatures(numeric=tuple(numeric), categorical=tuple(categorical), target=target)
 
 
-def _fit_date(name: str, seconds: np.ndarray, bins: int) -> list[NumericFeature]:
+def _fit_date(name: str, columns: RawColumns, bins: int) -> list[NumericFeature]:
     found = []
     for part in DATE_PARTS:
-        values = date_part(seconds, part)
+        values = date_part(columns[name], part)
         known = values[np.isfinite(values)]
         if part == "days" or (len(known) and known.min() < known.max()):
-            found.append(fit_numeric(f"{name}.{part}", name, part, values, bins))
+            found.append(fit_numeric(part_name(name, part, columns), name, part, values, bins))
     return found
 
 

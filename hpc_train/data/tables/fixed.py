@@ -17,6 +17,7 @@ from hpc_train.data.tables.features import (
     NumericFeature,
     TableFeatures,
     TargetValues,
+    part_name,
 )
 from hpc_train.data.tables.row_files import read_array
 from hpc_train.data.tables.schema import TableSchema
@@ -58,13 +59,15 @@ class FeatureOptions:
 
 def candidate_features(schema: TableSchema) -> list[NumericFeature]:
     """The numeric features that a table may get, unscaled."""
-    found = []
+    found, names = [], {column.name for column in schema.features}
     for column in schema.features:
         if column.kind == "numeric":
             found.append(NumericFeature(name=column.name, column=column.name))
         elif column.kind == "date":
             found += [
-                NumericFeature(name=f"{column.name}.{part}", column=column.name, part=part)
+                NumericFeature(
+                    name=part_name(column.name, part, names), column=column.name, part=part
+                )
                 for part in DATE_PARTS
             ]
     return found
