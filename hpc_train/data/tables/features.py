@@ -18,6 +18,7 @@ from hpc_train.errors import DataError
 
 UNKNOWN, MISSING_CODE, FIRST_CODE = 0, 1, 2  # codes of categories; the known ones follow
 DAY = 86400.0  # seconds
+LEAST_EDGE, MOST_EDGE = 1e-30, 1e37  # sizes of edges besides 0
 DatePart = Literal["days", "month", "weekday", "hour"]
 DATE_PARTS: tuple[DatePart, ...] = get_args(DatePart)
 RawColumns = Mapping[str, Any]
@@ -206,6 +207,20 @@ class TableFeatures:
 
 def _tuples(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()}
+
+
+def distinct_edges(scaled: npt.NDArray[np.float64]) -> tuple[float, ...]:
+    """The edges of a feature's bins, strictly rising: those values that the model tells apart.
+
+    It reads float32. Very small and very large values are brought in, so that the widths of all
+    bins and their inverses are numbers of this type.
+
+    Args:
+        scaled: scaled values, finite, float64 (N,).
+    """
+    edges = np.clip(scaled, -MOST_EDGE, MOST_EDGE)
+    edges[np.abs(edges) < LEAST_EDGE] = 0.0
+    return tuple(np.unique(edges.astype(np.float32)).astype(np.float64).tolist())
 
 
 def part_name(column: str, part: DatePart, columns: Container[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from hpc_train.data.tables.features import (
     TableFeatures,
     TargetValues,
     date_part,
+    distinct_edges,
     part_name,
 )
 from hpc_train.data.tables.schema import ColumnKind
@@ -95,17 +97,10 @@ def fit_numeric(
     with np.errstate(over="ignore"):
         scaled = (known - center) / scale
     scaled = scaled[np.isfinite(scaled)]  # the others are missing to the model as well
-    edges = np.unique(np.quantile(scaled, np.linspace(0.0, 1.0, bins + 1)))
+    edges = distinct_edges(np.quantile(scaled, np.linspace(0.0, 1.0, bins + 1)))
     if len(edges) < 2:
         return constant
-    return NumericFeature(
-        name=name,
-        column=column,
-        part=part,
-        center=center,
-        scale=scale,
-        edges=tuple(edges.tolist()),
-    )
+    return replace(constant, center=center, scale=scale, edges=edges)
 
 
 def fit_categorical(

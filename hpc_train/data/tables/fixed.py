@@ -17,6 +17,7 @@ from hpc_train.data.tables.features import (
     NumericFeature,
     TableFeatures,
     TargetValues,
+    distinct_edges,
     part_name,
 )
 from hpc_train.data.tables.row_files import read_array
@@ -102,9 +103,7 @@ def scaled_feature(
         low, center, high = np.quantile(sample, [0.25, 0.5, 0.75]).tolist()
         scale = high - low or scale
     scale = scale or 1.0
-    every = (np.array([summary.least, *inner, summary.most]) - center) / scale
-    # The model reads float32, in which neighbours may be equal.
-    edges = tuple(np.unique(every.astype(np.float32)).astype(np.float64).tolist())
+    edges = distinct_edges((np.array([summary.least, *inner, summary.most]) - center) / scale)
     if len(edges) < 2:
         return None
     return replace(feature, center=center, scale=scale, edges=edges)
