@@ -29,6 +29,7 @@ SAMPLED_TABLES = 32
 MOST_CLASSES = 20  # different whole numbers of a target that is taken for classes
 FEW_TEXTS = 20  # different texts that are categories in any case
 TEXT_SHARE = 0.5  # of the values; if more texts are different, they are free text or names of rows
+TOLD_COLUMNS = 10  # in the log, for each thing that is told of columns
 MOST_WRONG = 0.05  # of the values; if more are no numbers, the column is not numeric
 _Stored = Literal["text", "number", "truth", "date", "other"]
 
@@ -111,9 +112,9 @@ def infer_schema(
     for file in files[1:]:
         check_names(file, table_columns(file), names)
     sampled = {name: _Sampled() for name in names}
-    step = -(-len(files) // SAMPLED_TABLES)
-    for file in files[::step]:
-        _sample(file, sampled)
+    some = files[:: -(-len(files) // SAMPLED_TABLES)]
+    for file in some:
+        _sample(file, sampled, len(some))
     missing, roles = usual_missing(files), {*targets, group, time, weight}
     for column in sampled.values():
         column.lose(missing)
@@ -125,8 +126,14 @@ def infer_schema(
         task = _task(kinds, sampled, targets)
     _suit_roles(kinds, names, {"group": group, "time": time, "weight": weight})
     _suit_targets(kinds, targets, task)
+    told: Counter[str] = Counter()
     for name, kind in kinds.items():
-        _tell(name, kind, sampled[name], used=name in roles)
+        if said := _told(name, kind, sampled[name], used=name in roles):
+            told[said[0]] += 1
+            if told[said[0]] <= TOLD_COLUMNS:
+                logger.info(*said)
+    if (more := sum(max(0, count - TOLD_COLUMNS) for count in told.values())) > 0:
+        logger.info("the same is true of %d more columns; --write_schema writes all kinds", more)
     _tell_lost({n: sampled[n].lost for n, kind in kinds.items() if kind == "categorical"}, roles)
     return TableSchema(
         columns=tuple(Column(name=name, kind=kind) for name, kind in kinds.items()),
@@ -139,10 +146,10 @@ def infer_schema(
     )
 
 
-def _sample(file: TableFile, sampled: dict[str, _Sampled]) -> None:
-    """Add the samples of a file to those of its columns."""
+def _sample(file: TableFile, sampled: dict[str, _Sampled], files: int) -> None:
+    """Add the samples of a file, one of several, to those of its columns."""
     if file.format == "csv":
-        names, blocks = sample_csv(file)
+        names, blocks = sample_csv(file, files)
         for block in blocks:
             for name, column in zip(names, zip(*block, strict=True), strict=False):
                 sampled[name].stored.add("text")
@@ -262,33 +269,30 @@ def _suit_targets(kinds: dict[str, ColumnKind], targets: Sequence[str], task: Ta
             kinds[name] = "categorical"
 
 
-def _tell(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> None:
-    """Log what a person may want to change in the schema."""
+def _told(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> tuple[Any, ...]:
+    """What a person may want to change in the schema, for the log; () if there is nothing."""
     total, different = column.counts.total(), len(column.counts)
     odd = [text for text in column.counts if not _is_number(text)]
     if kind == "ignored" and (column.unread or not total):
         why = column.unread or "has no value in the samples"
-        logger.info("column %r is ignored: it %s", name, why)
-    elif kind in ("categorical", "ignored") and len(odd) == 1 < different - 1 and not used:
-        logger.info(
+        return "column %r is ignored: it %s", name, why
+    if kind in ("categorical", "ignored") and len(odd) == 1 < different - 1 and not used:
+        said = (
             "column %r is %s, because %.40r is no number, as all its other values are; if it "
-            "stands for a missing value, add it to `missing` in the schema",
-            name,
-            kind,
-            odd[0],
+            "stands for a missing value, add it to `missing` in the schema"
         )
-    elif kind == "ignored":
-        logger.info(
+        return said, name, kind, odd[0]
+    if kind == "ignored":
+        said = (
             "column %r is ignored: %d of its %d sampled values are different texts, so they may be "
-            "free text or names of rows; give it the kind categorical in the schema to use it",
-            name,
-            different,
-            total,
+            "free text or names of rows; give it the kind categorical in the schema to use it"
         )
-    elif kind in ("numeric", "date") and column.stored == {"text"} and not used:
+        return said, name, different, total
+    if kind in ("numeric", "date") and column.stored == {"text"} and not used:
         check = _is_number if kind == "numeric" else _is_date
         if wrong := [text for text in column.counts if not check(text)]:
-            logger.info("column %r is %s, but some values are not, as %.40r", name, kind, wrong[0])
+            return "column %r is %s, but some values are not, as %.40r", name, kind, wrong[0]
+    return ()
 
 
 def _tell_lost(lost: Mapping[str, set[str]], roles: Collection[str | None]) -> None:
