@@ -241,6 +241,8 @@ def from_arrow(array: Any, kind: ColumnKind, missing: Sequence[str]) -> ColumnVa
     import pyarrow as pa
 
     of = array.type
+    if pa.types.is_null(of):  # so is a column without a value in the whole file
+        return from_different((), np.full(len(array), -1), kind, ())
     if pa.types.is_dictionary(of):
         if kind == "categorical" or _is_text(pa, of.value_type):
             return _from_dictionary(pa, array, kind, missing)
@@ -302,7 +304,6 @@ def _is_number(pa: Any, of: Any) -> bool:
         or kinds.is_integer(of)
         or kinds.is_floating(of)
         or kinds.is_decimal(of)
-        or kinds.is_null(of)
     )
 
 

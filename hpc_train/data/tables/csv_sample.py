@@ -24,7 +24,7 @@ from hpc_train.errors import DataError
 
 SAMPLE_BYTES = 1 << 18  # of a sample, or more until it has enough records
 SAMPLED_RECORDS = 64  # enough, at the beginning of all files together; they tell classes apart
-MOST_BYTES = 4 * RECORD_BYTES  # of a sample, as far as its first records are not longer
+MOST_BYTES = 4 * RECORD_BYTES  # after which a sample gets no larger
 MIDDLE_SAMPLES = 4  # blocks in the middle of a large file that are sampled
 
 
@@ -86,11 +86,11 @@ def _records(
         most: or so many bytes.
         first: whether a record begins at the place.
     """
-    data, whole = b"", False
+    data = b""
     while True:
-        more = stream.read(max(SAMPLE_BYTES, len(data)))
-        whole = len(more) < max(SAMPLE_BYTES, len(data))
-        data += more
+        wanted = max(SAMPLE_BYTES, len(data))
+        more = stream.read(wanted)
+        whole, data = len(more) < wanted, data + more
         block = _sampled(data, delimiter, first=first, whole=whole)
         text = io.StringIO(block.decode("utf-8", "ignore").replace("\0", ""), newline="")
         found = [row for row in _lenient(csv.reader(text, delimiter=delimiter)) if row]

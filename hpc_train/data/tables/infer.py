@@ -14,7 +14,12 @@ from datetime import datetime
 from typing import Any, Literal
 
 from hpc_train.data.tables.array_source import sample_arrays
-from hpc_train.data.tables.conversion import TRUTH, ColumnValues, from_array, from_arrow
+from hpc_train.data.tables.conversion import (
+    TRUTH,
+    ColumnValues,
+    from_array,
+    from_arrow,
+)
 from hpc_train.data.tables.csv_sample import sample_csv
 from hpc_train.data.tables.features import Categories
 from hpc_train.data.tables.parquet_source import sample_parquet, unnamed_index
@@ -126,14 +131,7 @@ def infer_schema(
         task = _task(kinds, sampled, targets)
     _suit_roles(kinds, names, {"group": group, "time": time, "weight": weight})
     _suit_targets(kinds, targets, task)
-    told: Counter[str] = Counter()
-    for name, kind in kinds.items():
-        if said := _told(name, kind, sampled[name], used=name in roles):
-            told[said[0]] += 1
-            if told[said[0]] <= TOLD_COLUMNS:
-                logger.info(*said)
-    if (more := sum(max(0, count - TOLD_COLUMNS) for count in told.values())) > 0:
-        logger.info("the same is true of %d more columns; --write_schema writes all kinds", more)
+    _tell_kinds(kinds, sampled, roles)
     _tell_lost({n: sampled[n].lost for n, kind in kinds.items() if kind == "categorical"}, roles)
     return TableSchema(
         columns=tuple(Column(name=name, kind=kind) for name, kind in kinds.items()),
@@ -158,7 +156,8 @@ def _sample(file: TableFile, sampled: dict[str, _Sampled], files: int) -> None:
         names, batches = sample_parquet(file)
         for batch in batches:
             for name, array in zip(names, batch.columns, strict=True):
-                sampled[name].stored.add(_stored_arrow(array.type))
+                if array.null_count < len(array):
+                    sampled[name].stored.add(_stored_arrow(array.type))
                 sampled[name].count(from_arrow, array)
         for name in unnamed_index(file):
             sampled[name].unread = "is the index of a pandas table, which has no name there"
@@ -269,8 +268,22 @@ def _suit_targets(kinds: dict[str, ColumnKind], targets: Sequence[str], task: Ta
             kinds[name] = "categorical"
 
 
+def _tell_kinds(
+    kinds: Mapping[str, ColumnKind], sampled: Mapping[str, _Sampled], roles: Collection[str | None]
+) -> None:
+    """Log what a person may want to change in the schema."""
+    told: Counter[str] = Counter()
+    for name, kind in kinds.items():
+        if said := _told(name, kind, sampled[name], used=name in roles):
+            told[said[0]] += 1
+            if told[said[0]] <= TOLD_COLUMNS:
+                logger.info(*said)
+    if (more := sum(max(0, count - TOLD_COLUMNS) for count in told.values())) > 0:
+        logger.info("the same is true of %d more columns; --write_schema writes all kinds", more)
+
+
 def _told(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> tuple[Any, ...]:
-    """What a person may want to change in the schema, for the log; () if there is nothing."""
+    """What the log says of a column; () if there is nothing to say."""
     total, different = column.counts.total(), len(column.counts)
     odd = [text for text in column.counts if not _is_number(text)]
     if kind == "ignored" and (column.unread or not total):
