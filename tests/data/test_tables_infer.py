@@ -112,6 +112,11 @@ def test_the_index_of_a_pandas_table_is_no_feature_but_may_have_a_role(tmp_path,
     frame = pd.DataFrame({"x": np.arange(40.0), "__index_level_7__": range(40)})
     frame.sample(frac=1.0, random_state=0).to_parquet(tmp_path / "a.parquet")
     files = list_tables([tmp_path / "a.parquet"])
+    frame.to_csv(tmp_path / "a.csv")
+    for path in (tmp_path, tmp_path / "a.csv"):  # a table of both formats, and one of csv
+        assert infer_schema(list_tables([path])).kind("__index_level_0__") == "ignored"
+    assert "'__index_level_0__' is ignored: it has no name, so it is taken for" in caplog.text
+    caplog.clear()
     wanted = {"x": "numeric", "__index_level_7__": "numeric", "__index_level_0__": "ignored"}
     assert kinds(infer_schema(files)) == wanted
     assert "column '__index_level_0__' is ignored: it is the index of a pandas" in caplog.text

@@ -56,6 +56,7 @@ from hpc_train.data.tables.table_files import (
 from hpc_train.data.tables.wrong_rows import MEND_VALUE, first_wrong, right_batches
 from hpc_train.errors import DataError
 
+CSV_INDEX = "__index_level_0__"  # as in Parquet: the index that pandas writes without a name
 BOM = b"\xef\xbb\xbf"
 ENDLESS = 1 << 62  # an end behind that of any file
 MEND = "mend the file, or leave such rows out by --wrong_rows count"
@@ -100,6 +101,8 @@ def count_quotes(portion: TablePortion) -> int:
 def csv_columns(file: TableFile) -> tuple[list[str], int]:
     """The names of a csv file's columns, and the place of its first record.
 
+    A first column without a name is called CSV_INDEX.
+
     Raises:
         DataError: the file cannot be read, is empty, or has no header.
     """
@@ -127,6 +130,8 @@ def csv_columns(file: TableFile) -> tuple[list[str], int]:
         raise DataError(
             f"{file.path}: its first line does not name its columns ({error})", "mend the line"
         ) from None
+    if len(names) > 1 and not names[0]:
+        names[0] = CSV_INDEX
     check_names(file, names, names)
     # The reader has taken the header alone, also where a carriage return ends it.
     used = text.getvalue()[: text.tell()].encode("utf-8")

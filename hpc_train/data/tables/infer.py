@@ -21,6 +21,7 @@ from hpc_train.data.tables.conversion import (
     from_arrow,
 )
 from hpc_train.data.tables.csv_sample import sample_csv
+from hpc_train.data.tables.csv_source import CSV_INDEX
 from hpc_train.data.tables.features import Categories
 from hpc_train.data.tables.parquet_source import sample_parquet, unnamed_index
 from hpc_train.data.tables.schema import MISSING, Column, ColumnKind, TableSchema, TableTask
@@ -147,11 +148,7 @@ def infer_schema(
 def _sample(file: TableFile, sampled: dict[str, _Sampled], files: int) -> None:
     """Add the samples of a file, one of several, to those of its columns."""
     if file.format == "csv":
-        names, blocks = sample_csv(file, files)
-        for block in blocks:
-            for name, column in zip(names, zip(*block, strict=True), strict=False):
-                sampled[name].stored.add("text")
-                sampled[name].counts.update(column)
+        _sample_csv(file, sampled, files)
     elif file.format == "parquet":
         names, batches = sample_parquet(file)
         for batch in batches:
@@ -166,6 +163,16 @@ def _sample(file: TableFile, sampled: dict[str, _Sampled], files: int) -> None:
         for name, array in sample_arrays(file).items():
             sampled[name].stored.add(kinds.get(array.dtype.kind, "number"))
             sampled[name].count(from_array, array)
+
+
+def _sample_csv(file: TableFile, sampled: dict[str, _Sampled], files: int) -> None:
+    names, blocks = sample_csv(file, files)
+    for block in blocks:
+        for name, column in zip(names, zip(*block, strict=True), strict=False):
+            sampled[name].stored.add("text")
+            sampled[name].counts.update(column)
+    if names[0] == CSV_INDEX:
+        sampled[CSV_INDEX].unread = "has no name, so it is taken for the index of a pandas table"
 
 
 def _stored_arrow(of: Any) -> _Stored:
