@@ -43,6 +43,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
     n_features_in_: int
     feature_names_in_: np.ndarray
     history_: list[dict[str, float]]
+    _labels: list[Any] | None = None  # of the columns, if `fit` got a DataFrame
     _kinds: dict[str, ColumnKind]
     _fitted: FittedTable
 
@@ -142,12 +143,13 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         check_even(X, "X")
         if isinstance(X, (list, tuple)):
             X = np.asarray(X, object)  # so that numbers beside texts stay numbers
+        if fitting:
+            self._labels = [*X.columns] if is_frame(X) else None
         if is_frame(X):
             if not X.columns.is_unique:
                 name = X.columns[X.columns.duplicated()][0]
                 raise ValueError(f"two columns of X have the name {name!r}: rename one of them")
-            if not fitting:
-                X = self._in_order(X)
+            X = self._in_order(X)
             validate_data(self, X, reset=fitting, skip_check_array=True)
             for least, count in zip((1, 1), X.shape, strict=True):
                 if count < least:
@@ -159,11 +161,21 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         return read_columns(X, names, None if fitting else self._kinds)
 
     def _in_order(self, X: Any) -> Any:
-        """A DataFrame with its columns in the order that they had in `fit`."""
-        names = getattr(self, "feature_names_in_", None)
-        if names is None or {*X.columns} != {*names} or len(X.columns) != len(names):
+        """A DataFrame with its columns in the order that they had in the DataFrame of `fit`."""
+        if self._labels is None:
+            return X
+        places = {label: place for place, label in enumerate(X.columns)}
+        if places.keys() == {*self._labels}:
+            return X.iloc[:, [places[label] for label in self._labels]]
+        if all(isinstance(label, str) for label in (*self._labels, *places)):
             return X  # scikit-learn's checks say what is wrong
-        return X[names.tolist()]
+        fewer = [label for label in self._labels if label not in places]
+        more = [label for label in places if label not in self._labels]
+        lacks, has = ("X", "fit") if fewer else ("fit", "X")
+        raise ValueError(
+            f"{lacks} had no column {[*fewer, *more][0]!r}, but {has} had it: name the columns as "
+            "in fit, or give arrays, whose columns are known by their places"
+        )
 
     def _class_factors(self, y: np.ndarray) -> np.ndarray | None:
         """What the weight of a row of each class is multiplied by, float64 (C,)."""

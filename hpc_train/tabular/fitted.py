@@ -45,8 +45,9 @@ class FittedTable:
     def predictions(self, columns: RawColumns) -> np.ndarray:
         """The predictions of some rows, on this rank alone; see `TableLoss.predictions`.
 
-        They are computed in float64, so those of a row hardly depend on the rows beside it. The log
-        says of how many rows they are not finite.
+        They are computed in float64, so those of a row hardly depend on the rows beside it. But the
+        numbers are rounded as they were in training, because the model was chosen with these. The
+        log says of how many rows the predictions are not finite.
 
         Args:
             columns: the columns that the features are made of, N rows.
@@ -57,11 +58,11 @@ class FittedTable:
         numeric, categorical = self.features.encode(columns)
         device = choose_device()
         module = self._built().to(device)
-        found = []
+        found, rounded = [], getattr(torch, next(iter(self.weights.values())).dtype.name)
         with torch.no_grad():
             for first in range(0, len(numeric), ROWS_PREDICTED_AT_ONCE):
                 rows = slice(first, first + ROWS_PREDICTED_AT_ONCE)
-                numbers = torch.from_numpy(numeric[rows]).to(device)
+                numbers = torch.from_numpy(numeric[rows]).to(rounded).double().to(device)
                 codes = torch.from_numpy(categorical[rows].astype(np.int64)).to(device)
                 found.append(self.loss.predictions(module(numbers, codes)).cpu().numpy())
         predicted: np.ndarray = np.concatenate(found)

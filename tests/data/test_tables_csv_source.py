@@ -29,7 +29,7 @@ from hpc_train.errors import DataError
 
 TEXTS = st.text('ab",\n\r é€𝄞', max_size=8)
 ROWS = st.lists(st.tuples(TEXTS, st.none() | st.floats(allow_nan=False), TEXTS), max_size=12)
-MISSING = ("", "NA")
+MISSING = ("", "NA", "-999", "1900-01-01")
 
 
 def schema_of(**kinds) -> TableSchema:
@@ -91,7 +91,10 @@ def written(path: Path, header, rows, *, ends="\n", quoting=csv.QUOTE_ALL, bom=F
 )
 def test_portions_have_each_record_once(rows, portion, block, piece, how, bom):
     table = schema_of(**{"one\n": "categorical", "number": "numeric", "two": "categorical"})
-    expected = [(a or None, math.nan if n is None else n, b or None) for a, n, b in rows]
+    expected = [
+        (a if a.strip() else None, math.nan if n is None else n, b if b.strip() else None)
+        for a, n, b in rows
+    ]
     header = [column.name for column in table.columns]
     with tempfile.TemporaryDirectory() as folder, small_blocks(block, piece):
         for name in ("a.csv", "b.csv.gz"):
@@ -106,7 +109,7 @@ def test_lines_are_records_without_quoted_newlines(texts, portion):
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder, "a.csv"), ["x"], [[text] for text in texts])
         whole = rows_of(path, schema_of(x="categorical"), portion, quoted_newlines=False)
-    assert whole == ([(text,) for text in texts], {})
+    assert whole == ([(text if text.strip() else None,) for text in texts], {})
 
 
 NUMBERS = st.one_of(
@@ -115,7 +118,8 @@ NUMBERS = st.one_of(
     st.sampled_from(
         ["1e400", "+1.5", ".5", "5.", "1_000", " 2 ", "inf", "-Infinity", "1e-400", "١٢", "0x10",
          "1,5", "--1", "1e", "nan", "true", "False", "", "NA", "4.35", "2.2250738585072011e-308",
-         "123456789012345678901234567890.123456789", "9007199254740993"]
+         "123456789012345678901234567890.123456789", "9007199254740993", " NA", "\t",
+         "-999", " -999 ", "-9.99e2"]
     ),
 )  # fmt: skip
 
@@ -125,13 +129,13 @@ def test_numbers_are_those_of_python(texts):
     """A value has one meaning, however the other values of its block are written."""
     expected, wrong = [], 0
     for text in texts:
-        if text in MISSING:
+        if text.strip() in MISSING:
             expected.append((math.nan,))
         elif text.lower() in ("true", "false"):
             expected.append((float(text.lower() == "true"),))
         else:
             try:
-                expected.append((float(text),))
+                expected.append((math.nan if float(text) == -999 else float(text),))
             except ValueError:
                 wrong += 1
     with tempfile.TemporaryDirectory() as folder:
@@ -139,6 +143,14 @@ def test_numbers_are_those_of_python(texts):
         found, causes = rows_of(path, schema_of(x="numeric"), wrong="count")
     assert same(found, expected)
     assert sum(causes.values()) == wrong
+
+
+def test_blanks_around_a_missing_value_do_not_matter_whatever_its_column_holds(tmp_path):
+    table = schema_of(c="categorical", d="date")
+    rows = [(" NA", "1900-01-01"), (" x", " 1900-01-01T00:00"), ("", " NA ")]
+    for some in (rows, *([row] for row in rows)):  # each block has one meaning
+        found, _ = rows_of(written(tmp_path / "a.csv", ["c", "d"], some), table)
+        assert same(found, [(" x" if c == " x" else None, math.nan) for c, _ in some])
 
 
 def test_dates_are_seconds_since_1970_in_utc(tmp_path):

@@ -20,7 +20,9 @@ def test_numbers_are_scaled_and_edges_rise(values):
     scaled = made.values({"x": values})
     known = scaled[np.isfinite(values)]
     assert made.scale > 0
-    assert (np.diff(made.edges) > 0).all()
+    widths = np.diff(np.array(made.edges, np.float32))  # a model reads this type
+    assert (widths > 0).all()
+    assert np.isfinite(1 / widths).all()
     assert np.isfinite(known).all()
     if len(made.edges) > 2:
         assert known.mean() == pytest.approx(0, abs=1e-6)
@@ -30,19 +32,26 @@ def test_numbers_are_scaled_and_edges_rise(values):
 
 @pytest.mark.parametrize(
     "values",
-    [[-1.7e308, 1.7e308], [0.0, 5e-324], [0.0] * 99 + [1e-323], [-1.7e308] * 9 + [1.7e308]],
+    [
+        [-1.7e308, 1.7e308],
+        [0.0, 5e-324],
+        [0.0] * 99 + [1e-323],
+        [-1.7e308] * 9 + [1.7e308],
+        [-1.0, 0.0, 1.0, 1e-42, -1e-42],
+        [1e13, *np.arange(1000.0)],
+    ],
 )
 def test_numbers_at_the_ends_of_float64_make_features(values):
     made = fit_numeric("x", "x", None, np.array(values))
     assert 0 < made.scale < np.inf
     assert np.isfinite([made.center, *made.edges]).all()
-    assert (np.diff(made.edges) > 0).all()
+    assert np.isfinite(1 / np.diff(np.array(made.edges, np.float32))).all()
 
 
 def test_edges_are_exact_quantiles():
     made = fit_numeric("x", "x", None, np.arange(101.0), bins=4)
     np.testing.assert_allclose(
-        np.array(made.edges) * made.scale + made.center, [0, 25, 50, 75, 100]
+        np.array(made.edges) * made.scale + made.center, [0, 25, 50, 75, 100], atol=1e-5
     )
 
 
@@ -58,6 +67,9 @@ def test_a_date_has_the_parts_that_vary():
     days = np.array([0.0, 40.0, 41.0, np.nan]) * 86400
     made = fit_features({"when": days}, {"when": "date"}, None)
     assert [one.name for one in made.numeric] == ["when.days", "when.month", "when.weekday"]
+    both = {"when": days, "when.month": days}
+    made = fit_features(both, {"when": "date", "when.month": "numeric"}, None)
+    assert len({one.name for one in made.numeric}) == 4
     assert TableFeatures.from_tree(made.to_tree()) == made
 
 

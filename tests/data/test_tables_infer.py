@@ -72,6 +72,21 @@ def test_kinds_are_found_in_the_texts_of_a_csv_file(table, caplog):
     assert "counts as a missing value" not in caplog.text
 
 
+def test_records_of_any_length_are_sampled_and_few_columns_are_told(tmp_path, caplog):
+    numbers = {f"number {n}": [n + row / 7 for row in range(30)] for n in range(600)}
+    numbers["text"] = [f"{row:x<200000}" for row in range(30)]
+    empty = {f"empty {n}": [""] * 30 for n in range(40)}
+    path = write_csv(tmp_path / "a.csv", numbers | empty | {"y": [*range(30)]})
+    for files in ([path], [path, write_csv(tmp_path / "b.csv", numbers | empty | {"y": [5] * 30})]):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "hpc_train"):
+            schema = infer_schema(list_tables(files), targets=["y"])
+        assert schema.task == "regression"  # few records have too few different numbers for it
+        assert [*kinds(schema).values()].count("numeric") == 601
+        assert sum("it has no value" in one for one in caplog.messages) == 10
+        assert "the same is true of 30 more columns" in caplog.text
+
+
 def test_only_where_a_file_has_no_nulls_texts_count_as_missing_and_are_told(tmp_path, caplog):
     named = ["None", "mild", "NA", "severe"] * 50
     table = {"grade": named, "country": named[::-1], "x": ["1", "NA"] * 100}
@@ -97,6 +112,11 @@ def test_the_index_of_a_pandas_table_is_no_feature_but_may_have_a_role(tmp_path,
     frame = pd.DataFrame({"x": np.arange(40.0), "__index_level_7__": range(40)})
     frame.sample(frac=1.0, random_state=0).to_parquet(tmp_path / "a.parquet")
     files = list_tables([tmp_path / "a.parquet"])
+    frame.to_csv(tmp_path / "a.csv")
+    for path in (tmp_path, tmp_path / "a.csv"):  # a table of both formats, and one of csv
+        assert infer_schema(list_tables([path])).kind("__index_level_0__") == "ignored"
+    assert "'__index_level_0__' is ignored: it has no name, so it is taken for" in caplog.text
+    caplog.clear()
     wanted = {"x": "numeric", "__index_level_7__": "numeric", "__index_level_0__": "ignored"}
     assert kinds(infer_schema(files)) == wanted
     assert "column '__index_level_0__' is ignored: it is the index of a pandas" in caplog.text

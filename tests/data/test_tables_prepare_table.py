@@ -87,9 +87,20 @@ def test_features_are_those_of_the_training_rows(tmp_path):
     check_shards(tmp_path / "out", made)
 
 
+def test_a_column_named_like_a_part_of_a_date_takes_no_feature_away(tmp_path):
+    table = made_table(100)
+    table |= {"day.month": table["value"], "day.weekday": table["word"]}
+    made = prepared(write_csv(tmp_path / "a.csv", table), tmp_path / "out")
+    parts = {one.name: one.part for one in made.features.numeric if one.column == "day"}
+    assert parts == {"day.days": "days", "day.month_": "month", "day.weekday_": "weekday"}
+    assert feature(made, "day.month").column == "day.month"
+    assert feature(made, "day.weekday").categories
+
+
 def test_robust_scaling_takes_the_median_and_the_quartiles(tmp_path):
     table = made_table(ROWS)
     table["number"][5] = 1e6
+    table["count"][5] = 1e200
     options = TableOptions(validation=0, features=FeatureOptions(scaling="robust", bins=4))
     made = prepared(write_csv(tmp_path / "a.csv", table), tmp_path / "out", options=options)
     number = numbers_of(table["number"])
@@ -98,6 +109,11 @@ def test_robust_scaling_takes_the_median_and_the_quartiles(tmp_path):
     assert (found.center, found.scale) == pytest.approx((middle, high - low), rel=1e-12)
     assert len(found.edges) == 5
     assert found.edges[-1] == pytest.approx((1e6 - middle) / (high - low), rel=1e-6)
+    assert np.isfinite(feature(made, "count").edges).all()
+    with pytest.raises(
+        DataError, match=r"of count are so large, up to 1e\+200, .* --scaling robust"
+    ):
+        prepared(tmp_path / "a.csv", tmp_path / "standard")
 
 
 @settings(
@@ -361,7 +377,7 @@ def test_a_lost_file_of_a_stage_is_made_again(tmp_path):
         (
             {"label": ["", *["yes"] * 59], "who": ["a", *[""] * 59]},
             {"group": "who"},
-            "no row is left",
+            "no row is left to train on; not taken are 1 (no target), 59 (no group)",
         ),
         (
             {"value": [1.0] * 7 + [-1.0] * 53},
@@ -371,6 +387,16 @@ def test_a_lost_file_of_a_stage_is_made_again(tmp_path):
         ({"value": [0.0] * 60}, {"weight": "value"}, "the weights of all training rows are 0"),
         ({"label": [f"l{n}" for n in range(60)]}, {"limit": 50}, "has more than 50 classes"),
         ({"p": [0, 2] * 30}, {"targets": ["p"], "task": "multilabel"}, "p is 2, not 0 or 1"),
+        (
+            {"p": [0] * 9 + [3] * 51, "q": [0, 0, 7] + [0] * 57},
+            {"targets": ["p", "q"], "task": "multilabel"},
+            "a.csv, line 4: q is 7, not 0 or 1",
+        ),
+        (
+            {"value": [*range(50), *[-1.0] * 9, 1e300]},
+            {"targets": ["value"]},
+            "value are so large, up to 1e+300, that",
+        ),
         ({}, {"task": "regression"}, "label"),
         ({}, {"time": "word"}, "time"),
         ({}, {"time": "when", "group": "who"}, "a group and a time"),
@@ -395,6 +421,11 @@ def test_wrong_weights_and_labels_are_counted(tmp_path):
     made = prepared(path, tmp_path / "out", weight="value", options=options)
     assert made.wrong == 10
     assert made.rows("train") + made.rows("validation") == 90
+    table["value"] = ["?", *[-1.0] * 99]
+    write_csv(path, table)
+    kinds = request_of(path, tmp_path / "none", options=options, weight="value")
+    with pytest.raises(DataError, match=r"; not taken are 99 \(a wrong .*, 1 \(a value is no num"):
+        prepare_table(kinds)
 
 
 def test_the_size_of_shards_changes_no_split(tmp_path):

@@ -18,6 +18,7 @@ import pytest
 
 from hpc_train.data import fork_server
 from hpc_train.data.arrays.indexing import write_index
+from hpc_train.data.tables.infer import infer_schema
 from hpc_train.data.tables.schema import Column, TableSchema
 from hpc_train.data.tables.sources import cut_tables, list_tables, read_rows, table_columns
 from hpc_train.data.tables.table_files import BATCH_ROWS
@@ -150,6 +151,16 @@ def test_types_of_parquet_become_numbers_and_dates(tmp_path):
     first, second = rows_of(tmp_path / "a.parquet", schema_of(**kinds))
     assert first == (2.0**63, 1.5, 1.0, 7.31, 10.0, 86400.0, moment.timestamp(), moment.timestamp())
     assert np.isnan(second).all()
+
+
+def test_a_column_without_values_in_a_file_is_missing_there_whatever_it_holds(tmp_path):
+    pq.write_table(pa.table({"a": [date(2020, 1, 2)] * 9}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"a": pa.nulls(2)}), tmp_path / "b.parquet")
+    assert infer_schema(list_tables([tmp_path])).kind("a") == "date"
+    for kind in ("numeric", "categorical", "date"):
+        rows = rows_of(tmp_path / "b.parquet", schema_of(a=kind))
+        assert len(rows) == 2
+        assert all(one is None or one != one for (one,) in rows)
 
 
 def test_equal_values_have_one_text_whatever_their_type(tmp_path):

@@ -65,6 +65,32 @@ def test_columns_are_found_by_name_and_unknown_categories_are_taken(customer_mod
         made.predict(X.assign(months="many"))
 
 
+def test_columns_are_found_by_labels_that_are_no_texts():
+    X, y = curve(60, columns=3)
+    frame = pd.DataFrame(X, columns=[7, 0, 3])
+    made = Regressor(steps=5, config=SMALL).fit(frame, y, eval_set=(frame[[0, 3, 7]], y))
+    expected = made.predict(X)
+    np.testing.assert_array_equal(made.predict(frame[[3, 7, 0]]), expected)
+    assert not hasattr(made, "feature_names_in_")  # by scikit-learn's convention it has texts
+    for other in (frame.rename(columns={7: 1}), frame[[7, 0]], frame.add_prefix("x")):
+        with pytest.raises(ValueError, match="X had no column 7|X had no column 3"):
+            made.predict(other)
+    made.fit(X, y)  # columns of arrays have no names
+    np.testing.assert_array_equal(made.predict(frame[[0, 7, 3]]), made.predict(X[:, [1, 0, 2]]))
+
+
+def test_predictions_are_those_of_the_numbers_that_training_had():
+    """Training reads float32, in which the values beside a very large one are few."""
+    random = np.random.default_rng(0)
+    X = random.uniform(0, 1000, (600, 1))
+    y = X[:, 0] + random.normal(0, 200, 600) > 500
+    X[0] = 1e13
+    made = Classifier(**QUICK).fit(X[:400], y[:400], eval_set=(X[400:], y[400:]))
+    best = min(made.history_, key=lambda one: one.get("validation_loss", np.inf))
+    loss = metrics.log_loss(y[400:], made.predict_proba(X[400:]))
+    assert loss == pytest.approx(best["validation_log_loss"], rel=1e-4)
+
+
 def test_a_fit_that_fails_leaves_the_earlier_one(customer_model):
     made, X, _ = customer_model
     expected = made.predict_proba(X)

@@ -4,11 +4,15 @@ Numbers in a categorical column become texts. A csv file's text stays as it is. 
 equal values have the same text, whatever their type: a whole number is written without a point, so
 1 and 1.0 are both "1"; other numbers are written as Python's str() does, truth values as True and
 False. Dates are in ISO 8601, without a time at midnight and without zeros at the end of a fraction.
+
+Blanks around a text that stands for a missing value do not matter. A number or a date that is equal
+to such a text is missing, too, however it is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -77,13 +81,14 @@ def from_different(
         missing: texts that stand for a missing value.
     """
     count = len(given)
-    known = frozenset(missing)
+    known = {text.strip() for text in missing}
     causes = np.zeros(count + 1, np.int8)  # one more for rows without a text, which have code -1
     texts: list[str | None] = []
     for place, value in enumerate(given):
         text, cause = _decoded(value)
         causes[place] = cause
-        texts.append(None if cause or text in known else text)
+        lost = cause or text is None or text.strip() in known
+        texts.append(None if lost else text)
     codes = np.asarray(codes, np.int32)
     raw: npt.NDArray[np.float64] | Categories
     if kind == "categorical":
@@ -92,16 +97,28 @@ def from_different(
         number = _seconds if kind == "date" else _number
         numbers = np.full(count + 1, np.nan)
         for place, text in enumerate(texts):
-            if text is not None and (stripped := text.strip()) not in known:
+            if text is not None:
                 try:
-                    numbers[place] = number(stripped)
+                    numbers[place] = number(text.strip())
                 except ValueError:
                     causes[place] = NO_DATE if kind == "date" else NO_NUMBER
-        raw = numbers[codes]
+        raw = without_missing(numbers, kind, missing)[codes]
     if not causes.any():
         return ColumnValues(raw)
     of_rows = causes[codes]
     return ColumnValues(raw, of_rows if of_rows.any() else None, given, codes)
+
+
+def without_missing(
+    numbers: npt.NDArray[np.float64], kind: ColumnKind, missing: Sequence[str]
+) -> npt.NDArray[np.float64]:
+    """Numbers or dates, with NaN in place of those that are equal to a text for a missing value."""
+    lost = []
+    for text in missing:
+        with suppress(ValueError):
+            lost.append(_seconds(text.strip()) if kind == "date" else float(text))
+    lost = [value for value in lost if value == value]  # NaN is missing in any case
+    return np.where(np.isin(numbers, lost), np.nan, numbers) if lost else numbers
 
 
 def _decoded(value: Any) -> tuple[str | None, int]:
@@ -224,6 +241,8 @@ def from_arrow(array: Any, kind: ColumnKind, missing: Sequence[str]) -> ColumnVa
     import pyarrow as pa
 
     of = array.type
+    if pa.types.is_null(of):  # so is a column without a value in the whole file
+        return from_different((), np.full(len(array), -1), kind, ())
     if pa.types.is_dictionary(of):
         if kind == "categorical" or _is_text(pa, of.value_type):
             return _from_dictionary(pa, array, kind, missing)
@@ -285,7 +304,6 @@ def _is_number(pa: Any, of: Any) -> bool:
         or kinds.is_integer(of)
         or kinds.is_floating(of)
         or kinds.is_decimal(of)
-        or kinds.is_null(of)
     )
 
 

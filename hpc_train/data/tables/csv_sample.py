@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from hpc_train.data.prepare.inputs import reading_from
 from hpc_train.data.tables.csv_lines import (
     FEED,
     PARSED_BYTES,
+    RECORD_BYTES,
     first_end,
     plain_stream,
     skip_to,
@@ -19,12 +22,18 @@ from hpc_train.data.tables.csv_source import csv_columns
 from hpc_train.data.tables.table_files import TableFile, opened_table
 from hpc_train.errors import DataError
 
-SAMPLE_BYTES = 1 << 18
+SAMPLE_BYTES = 1 << 18  # of a sample, or more until it has enough records
+SAMPLED_RECORDS = 64  # enough, at the beginning of all files together; they tell classes apart
+MOST_BYTES = 4 * RECORD_BYTES  # after which a sample gets no larger
 MIDDLE_SAMPLES = 4  # blocks in the middle of a large file that are sampled
 
 
-def sample_csv(file: TableFile) -> tuple[list[str], list[list[list[str]]]]:
+def sample_csv(file: TableFile, files: int = 1) -> tuple[list[str], list[list[list[str]]]]:
     """Some records of a csv file: its first ones and, if it is large, some in its middle.
+
+    Args:
+        file: the file.
+        files: how many files of the table are sampled, so that all samples fit into memory.
 
     Returns:
         The names of its columns, and blocks of records as texts. Records with another number of
@@ -34,31 +43,59 @@ def sample_csv(file: TableFile) -> tuple[list[str], list[list[list[str]]]]:
         DataError: the file cannot be read, has no header, or no record with its number of fields.
     """
     names, header = csv_columns(file)
-    places = [header]
-    if not file.compressed and file.nbytes > 4 * MIDDLE_SAMPLES * SAMPLE_BYTES:
-        step = (file.nbytes - header) // (MIDDLE_SAMPLES + 1)
-        places += [header + step * number for number in range(1, MIDDLE_SAMPLES + 1)]
-    blocks: list[list[list[str]]] = []
-    lengths: set[int] = set()
-    with reading_from(file.path), opened_table(file) as raw:
+    first = max(1, SAMPLED_RECORDS // files)
+    with reading_from(file.path), opened_table(file) as raw, _long_fields():
         stream = plain_stream(raw, file)
-        for place in places:
-            skip_to(stream, place, file)
-            data = stream.read(SAMPLE_BYTES)
-            whole = len(data) < SAMPLE_BYTES
-            block = _sampled(data, file.delimiter, first=place == header, whole=whole)
-            text = io.StringIO(block.decode("utf-8", "ignore").replace("\0", ""), newline="")
-            rows = csv.reader(text, delimiter=file.delimiter)
-            found = [row for row in _lenient(rows) if row]
-            lengths.update(map(len, found))
-            blocks.append([row for row in found if len(row) == len(names)])
+        skip_to(stream, header, file)
+        found, nbytes = _records(stream, file.delimiter, first, MOST_BYTES, first=True)
+        samples = [found]
+        if not file.compressed and file.nbytes > 4 * MIDDLE_SAMPLES * nbytes:
+            step = (file.nbytes - header) // (MIDDLE_SAMPLES + 1)
+            for number in range(1, MIDDLE_SAMPLES + 1):
+                skip_to(stream, header + step * number, file)
+                samples.append(_records(stream, file.delimiter, 1, nbytes, first=False)[0])
+    lengths = {len(row) for rows in samples for row in rows}
     if lengths and len(names) not in lengths:
         raise DataError(
             f"{file.path}: its rows have {min(lengths)} fields, but its first line names "
             f"{len(names)} columns",
             "mend the first line, or the rows",
         )
-    return names, blocks
+    return names, [[row for row in rows if len(row) == len(names)] for rows in samples]
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Let a field be as long as a record. The limit is one of the whole process."""
+    before = csv.field_size_limit(RECORD_BYTES)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _records(
+    stream: Any, delimiter: str, least: int, most: int, *, first: bool
+) -> tuple[list[list[str]], int]:
+    """The records of a sample that begins at the place of a stream, and its size in bytes.
+
+    Args:
+        stream: the file's text.
+        delimiter: what stands between two fields.
+        least: the sample grows until it has so many records,
+        most: or so many bytes.
+        first: whether a record begins at the place.
+    """
+    data = b""
+    while True:
+        wanted = max(SAMPLE_BYTES, len(data))
+        more = stream.read(wanted)
+        whole, data = len(more) < wanted, data + more
+        block = _sampled(data, delimiter, first=first, whole=whole)
+        text = io.StringIO(block.decode("utf-8", "ignore").replace("\0", ""), newline="")
+        found = [row for row in _lenient(csv.reader(text, delimiter=delimiter)) if row]
+        if whole or len(found) >= least or len(data) >= most:
+            return found, len(data)
 
 
 def _sampled(data: bytes, delimiter: str, *, first: bool, whole: bool) -> bytes:

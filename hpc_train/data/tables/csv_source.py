@@ -10,6 +10,7 @@ import codecs
 import csv
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from hpc_train.data.tables.conversion import (
     QUOTES,
     ColumnValues,
     from_arrow,
+    without_missing,
 )
 from hpc_train.data.tables.csv_lines import (
     CSV_PIECE_BYTES,
@@ -41,7 +43,8 @@ from hpc_train.data.tables.csv_lines import (
     skip_to,
     stray_quotes,
 )
-from hpc_train.data.tables.schema import TableSchema
+from hpc_train.data.tables.features import Categories
+from hpc_train.data.tables.schema import ColumnKind, TableSchema
 from hpc_train.data.tables.table_files import (
     RawRows,
     TableFile,
@@ -53,6 +56,7 @@ from hpc_train.data.tables.table_files import (
 from hpc_train.data.tables.wrong_rows import MEND_VALUE, first_wrong, right_batches
 from hpc_train.errors import DataError
 
+CSV_INDEX = "__index_level_0__"  # as in Parquet: the index that pandas writes without a name
 BOM = b"\xef\xbb\xbf"
 ENDLESS = 1 << 62  # an end behind that of any file
 MEND = "mend the file, or leave such rows out by --wrong_rows count"
@@ -97,6 +101,8 @@ def count_quotes(portion: TablePortion) -> int:
 def csv_columns(file: TableFile) -> tuple[list[str], int]:
     """The names of a csv file's columns, and the place of its first record.
 
+    A first column without a name is called CSV_INDEX.
+
     Raises:
         DataError: the file cannot be read, is empty, or has no header.
     """
@@ -124,6 +130,8 @@ def csv_columns(file: TableFile) -> tuple[list[str], int]:
         raise DataError(
             f"{file.path}: its first line does not name its columns ({error})", "mend the line"
         ) from None
+    if len(names) > 1 and not names[0]:
+        names[0] = CSV_INDEX
     check_names(file, names, names)
     # The reader has taken the header alone, also where a carriage return ends it.
     used = text.getvalue()[: text.tell()].encode("utf-8")
@@ -231,7 +239,7 @@ class _Parser:
         for name, kind in self.kinds.items():
             [array] = table.column(name).chunks
             suiting = self._suiting(array, kind)
-            columns[name] = from_arrow(array if suiting is None else suiting, kind, self.missing)
+            columns[name] = self._values(array if suiting is None else suiting, kind)
             if suiting is not None:
                 self.types[name] = suiting.type
             elif columns[name].causes is None:
@@ -253,8 +261,15 @@ class _Parser:
         found = {}
         for name, kind in self.kinds.items():
             [array] = table.column(name).chunks
-            found[name] = from_arrow(array, kind, self.missing)
+            found[name] = self._values(array, kind)
         return found
+
+    def _values(self, array: Any, kind: ColumnKind) -> ColumnValues:
+        found = from_arrow(array, kind, self.missing)
+        if isinstance(found.raw, Categories):
+            return found
+        # pyarrow compares exact texts, but reads a number with blanks around it.
+        return replace(found, raw=without_missing(found.raw, kind, self.missing))
 
     def _suiting(self, array: Any, kind: str) -> Any:
         """An array of texts as the first Arrow type that suits all of them; None: none does."""

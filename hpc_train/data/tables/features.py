@@ -6,7 +6,7 @@ each checkpoint, so that a model can read other tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -18,6 +18,7 @@ from hpc_train.errors import DataError
 
 UNKNOWN, MISSING_CODE, FIRST_CODE = 0, 1, 2  # codes of categories; the known ones follow
 DAY = 86400.0  # seconds
+LEAST_EDGE, MOST_EDGE = 1e-30, 1e37  # sizes of edges besides 0
 DatePart = Literal["days", "month", "weekday", "hour"]
 DATE_PARTS: tuple[DatePart, ...] = get_args(DatePart)
 RawColumns = Mapping[str, Any]
@@ -57,7 +58,7 @@ class NumericFeature:
     """A feature that is a number. The model reads (value - center) / scale, or NaN.
 
     Args:
-        name: name of the feature: that of its column, or COLUMN.PART for a part of a date.
+        name: name of the feature: that of its column, or for a part of a date that of `part_name`.
         column: name of its column.
         part: the part of a date that it is; None for a numeric column.
         center: what is subtracted.
@@ -206,6 +207,28 @@ class TableFeatures:
 
 def _tuples(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()}
+
+
+def distinct_edges(scaled: npt.NDArray[np.float64]) -> tuple[float, ...]:
+    """The edges of a feature's bins, strictly rising: those values that the model tells apart.
+
+    It reads float32. Very small and very large values are brought in, so that the widths of all
+    bins and their inverses are numbers of this type.
+
+    Args:
+        scaled: scaled values, finite, float64 (N,).
+    """
+    edges = np.clip(scaled, -MOST_EDGE, MOST_EDGE)
+    edges[np.abs(edges) < LEAST_EDGE] = 0.0
+    return tuple(np.unique(edges.astype(np.float32)).astype(np.float64).tolist())
+
+
+def part_name(column: str, part: DatePart, columns: Container[str]) -> str:
+    """The name of a part of a date: COLUMN.PART, with _ behind it if a column has that name."""
+    name = f"{column}.{part}"
+    while name in columns:
+        name += "_"
+    return name
 
 
 def date_part(seconds: np.ndarray, part: DatePart) -> npt.NDArray[np.float64]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from hpc_train.data.tables.features import (
     TableFeatures,
     TargetValues,
     date_part,
+    distinct_edges,
+    part_name,
 )
 from hpc_train.data.tables.schema import ColumnKind
 
@@ -52,17 +55,17 @@ def fit_features(
         elif kind == "categorical":
             categorical.append(fit_categorical(name, columns[name], MAX_CATEGORIES))
         elif kind == "date":
-            numeric += _fit_date(name, columns[name], bins)
+            numeric += _fit_date(name, columns, bins)
     return TableFeatures(numeric=tuple(numeric), categorical=tuple(categorical), target=target)
 
 
-def _fit_date(name: str, seconds: np.ndarray, bins: int) -> list[NumericFeature]:
+def _fit_date(name: str, columns: RawColumns, bins: int) -> list[NumericFeature]:
     found = []
     for part in DATE_PARTS:
-        values = date_part(seconds, part)
+        values = date_part(columns[name], part)
         known = values[np.isfinite(values)]
         if part == "days" or (len(known) and known.min() < known.max()):
-            found.append(fit_numeric(f"{name}.{part}", name, part, values, bins))
+            found.append(fit_numeric(part_name(name, part, columns), name, part, values, bins))
     return found
 
 
@@ -94,17 +97,10 @@ def fit_numeric(
     with np.errstate(over="ignore"):
         scaled = (known - center) / scale
     scaled = scaled[np.isfinite(scaled)]  # the others are missing to the model as well
-    edges = np.unique(np.quantile(scaled, np.linspace(0.0, 1.0, bins + 1)))
+    edges = distinct_edges(np.quantile(scaled, np.linspace(0.0, 1.0, bins + 1)))
     if len(edges) < 2:
         return constant
-    return NumericFeature(
-        name=name,
-        column=column,
-        part=part,
-        center=center,
-        scale=scale,
-        edges=tuple(edges.tolist()),
-    )
+    return replace(constant, center=center, scale=scale, edges=edges)
 
 
 def fit_categorical(

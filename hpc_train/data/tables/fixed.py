@@ -17,6 +17,8 @@ from hpc_train.data.tables.features import (
     NumericFeature,
     TableFeatures,
     TargetValues,
+    distinct_edges,
+    part_name,
 )
 from hpc_train.data.tables.row_files import read_array
 from hpc_train.data.tables.schema import SHOWN_NAMES, TableSchema
@@ -57,13 +59,15 @@ class FeatureOptions:
 
 def candidate_features(schema: TableSchema) -> list[NumericFeature]:
     """The numeric features that a table may get, unscaled."""
-    found = []
+    found, names = [], {column.name for column in schema.features}
     for column in schema.features:
         if column.kind == "numeric":
             found.append(NumericFeature(name=column.name, column=column.name))
         elif column.kind == "date":
             found += [
-                NumericFeature(name=f"{column.name}.{part}", column=column.name, part=part)
+                NumericFeature(
+                    name=part_name(column.name, part, names), column=column.name, part=part
+                )
                 for part in DATE_PARTS
             ]
     return found
@@ -86,32 +90,34 @@ def scaled_feature(
     Returns:
         The feature; None if it is the same in all training rows.
     """
-    _check_finite(feature.name, summary)
     if summary.least == summary.most:
         if not summary.count or not summary.missing:
             return None
         return replace(feature, center=summary.least)
-    levels = np.linspace(0, 1, options.bins + 1)[1:-1]
-    inner = np.quantile(sample, levels) if len(sample) else np.empty(0)
     center, scale = summary.mean, summary.std
     if options.scaling == "robust" and len(sample):
         low, center, high = np.quantile(sample, [0.25, 0.5, 0.75]).tolist()
         scale = high - low or scale
+    if not math.isfinite(scale):
+        raise DataError(
+            f"the numbers of {feature.name} are so large, up to {_largest(summary):g}, that their "
+            "standard deviation is no number",
+            "divide them, give --scaling robust if a few are so large, or give the column another "
+            "kind in the schema",
+        )
     scale = scale or 1.0
-    every = (np.array([summary.least, *inner, summary.most]) - center) / scale
-    # The model reads float32, in which neighbours may be equal.
-    edges = tuple(np.unique(every.astype(np.float32)).astype(np.float64).tolist())
+    levels = np.linspace(0, 1, options.bins + 1)[1:-1]
+    with np.errstate(over="ignore", invalid="ignore"):
+        inner = np.quantile(sample, levels) if len(sample) else np.empty(0)
+        every = np.array([summary.least, *inner[np.isfinite(inner)], summary.most])
+        edges = distinct_edges((every - center) / scale)
     if len(edges) < 2:
         return None
     return replace(feature, center=center, scale=scale, edges=edges)
 
 
-def _check_finite(name: str, summary: NumberSummary) -> None:
-    if not math.isfinite(summary.std):
-        raise DataError(
-            f"the numbers of {name} are so large that their standard deviation is no number",
-            "divide them, or give the column another kind in the schema",
-        )
+def _largest(summary: NumberSummary) -> float:
+    return max(summary.least, summary.most, key=abs)
 
 
 def fix_features(
@@ -205,10 +211,6 @@ def _categorical(
 
 def _target(schema: TableSchema, trees: Sequence[Any]) -> TargetValues | None:
     rows = sum(tree["rows"][0] for tree in trees)
-    if not rows:
-        raise DataError(
-            "no row is left to train on", "give a table with more rows that have a target"
-        )
     if schema.task == "none":
         return None
     if schema.task == "classification":
@@ -220,7 +222,12 @@ def _target(schema: TableSchema, trees: Sequence[Any]) -> TargetValues | None:
         shares = tuple(one.mean for one in summaries)
         return TargetValues(task="multilabel", names=schema.targets, shares=shares)
     [one] = summaries
-    _check_finite(schema.targets[0], one)
+    if not math.isfinite(one.std):
+        raise DataError(
+            f"the numbers of {schema.targets[0]} are so large, up to {_largest(one):g}, that their "
+            "standard deviation is no number",
+            "divide them",
+        )
     if one.std == 0 and one.least < one.most:
         raise DataError(
             f"the numbers of {schema.targets[0]} are so small that their standard deviation is 0",

@@ -14,8 +14,14 @@ from datetime import datetime
 from typing import Any, Literal
 
 from hpc_train.data.tables.array_source import sample_arrays
-from hpc_train.data.tables.conversion import TRUTH, ColumnValues, from_array, from_arrow
+from hpc_train.data.tables.conversion import (
+    TRUTH,
+    ColumnValues,
+    from_array,
+    from_arrow,
+)
 from hpc_train.data.tables.csv_sample import sample_csv
+from hpc_train.data.tables.csv_source import CSV_INDEX
 from hpc_train.data.tables.features import Categories
 from hpc_train.data.tables.parquet_source import sample_parquet, unnamed_index
 from hpc_train.data.tables.schema import (
@@ -36,6 +42,7 @@ SAMPLED_TABLES = 32
 MOST_CLASSES = 20  # different whole numbers of a target that is taken for classes
 FEW_TEXTS = 20  # different texts that are categories in any case
 TEXT_SHARE = 0.5  # of the values; if more texts are different, they are free text or names of rows
+TOLD_COLUMNS = 10  # in the log, for each thing that is told of columns
 MOST_WRONG = 0.05  # of the values; if more are no numbers, the column is not numeric
 _Stored = Literal["text", "number", "truth", "date", "other"]
 
@@ -118,9 +125,9 @@ def infer_schema(
     for file in files[1:]:
         check_names(file, table_columns(file), names)
     sampled = {name: _Sampled() for name in names}
-    step = -(-len(files) // SAMPLED_TABLES)
-    for file in files[::step]:
-        _sample(file, sampled)
+    some = files[:: -(-len(files) // SAMPLED_TABLES)]
+    for file in some:
+        _sample(file, sampled, len(some))
     missing, roles = usual_missing(files), {*targets, group, time, weight}
     for column in sampled.values():
         column.lose(missing)
@@ -132,8 +139,7 @@ def infer_schema(
         task = _task(kinds, sampled, targets)
     _suit_roles(kinds, names, {"group": group, "time": time, "weight": weight})
     _suit_targets(kinds, targets, task)
-    for name, kind in kinds.items():
-        _tell(name, kind, sampled[name], used=name in roles)
+    _tell_kinds(kinds, sampled, roles)
     _tell_lost({n: sampled[n].lost for n, kind in kinds.items() if kind == "categorical"}, roles)
     return TableSchema(
         columns=tuple(Column(name=name, kind=kind) for name, kind in kinds.items()),
@@ -146,19 +152,16 @@ def infer_schema(
     )
 
 
-def _sample(file: TableFile, sampled: dict[str, _Sampled]) -> None:
-    """Add the samples of a file to those of its columns."""
+def _sample(file: TableFile, sampled: dict[str, _Sampled], files: int) -> None:
+    """Add the samples of a file, one of several, to those of its columns."""
     if file.format == "csv":
-        names, blocks = sample_csv(file)
-        for block in blocks:
-            for name, column in zip(names, zip(*block, strict=True), strict=False):
-                sampled[name].stored.add("text")
-                sampled[name].counts.update(column)
+        _sample_csv(file, sampled, files)
     elif file.format == "parquet":
         names, batches = sample_parquet(file)
         for batch in batches:
             for name, array in zip(names, batch.columns, strict=True):
-                sampled[name].stored.add(_stored_arrow(array.type))
+                if array.null_count < len(array):
+                    sampled[name].stored.add(_stored_arrow(array.type))
                 sampled[name].count(from_arrow, array)
         for name in unnamed_index(file):
             sampled[name].unread = "is the index of a pandas table, which has no name there"
@@ -167,6 +170,16 @@ def _sample(file: TableFile, sampled: dict[str, _Sampled]) -> None:
         for name, array in sample_arrays(file).items():
             sampled[name].stored.add(kinds.get(array.dtype.kind, "number"))
             sampled[name].count(from_array, array)
+
+
+def _sample_csv(file: TableFile, sampled: dict[str, _Sampled], files: int) -> None:
+    names, blocks = sample_csv(file, files)
+    for block in blocks:
+        for name, column in zip(names, zip(*block, strict=True), strict=False):
+            sampled[name].stored.add("text")
+            sampled[name].counts.update(column)
+    if names[0] == CSV_INDEX:
+        sampled[CSV_INDEX].unread = "has no name, so it is taken for the index of a pandas table"
 
 
 def _stored_arrow(of: Any) -> _Stored:
@@ -267,33 +280,44 @@ def _suit_targets(kinds: dict[str, ColumnKind], targets: Sequence[str], task: Ta
             kinds[name] = "categorical"
 
 
-def _tell(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> None:
+def _tell_kinds(
+    kinds: Mapping[str, ColumnKind], sampled: Mapping[str, _Sampled], roles: Collection[str | None]
+) -> None:
     """Log what a person may want to change in the schema."""
+    told: Counter[str] = Counter()
+    for name, kind in kinds.items():
+        if said := _told(name, kind, sampled[name], used=name in roles):
+            told[said[0]] += 1
+            if told[said[0]] <= TOLD_COLUMNS:
+                logger.info(*said)
+    if (more := sum(max(0, count - TOLD_COLUMNS) for count in told.values())) > 0:
+        logger.info("the same is true of %d more columns; --write_schema writes all kinds", more)
+
+
+def _told(name: str, kind: ColumnKind, column: _Sampled, *, used: bool) -> tuple[Any, ...]:
+    """What the log says of a column; () if there is nothing to say."""
     total, different = column.counts.total(), len(column.counts)
     odd = [text for text in column.counts if not _is_number(text)]
     if kind == "ignored" and (column.unread or not total):
         why = column.unread or "has no value in the samples"
-        logger.info("column %r is ignored: it %s", name, why)
-    elif kind in ("categorical", "ignored") and len(odd) == 1 < different - 1 and not used:
-        logger.info(
+        return "column %r is ignored: it %s", name, why
+    if kind in ("categorical", "ignored") and len(odd) == 1 < different - 1 and not used:
+        said = (
             "column %r is %s, because %.40r is no number, as all its other values are; if it "
-            "stands for a missing value, add it to `missing` in the schema",
-            name,
-            kind,
-            odd[0],
+            "stands for a missing value, add it to `missing` in the schema"
         )
-    elif kind == "ignored":
-        logger.info(
+        return said, name, kind, odd[0]
+    if kind == "ignored":
+        said = (
             "column %r is ignored: %d of its %d sampled values are different texts, so they may be "
-            "free text or names of rows; give it the kind categorical in the schema to use it",
-            name,
-            different,
-            total,
+            "free text or names of rows; give it the kind categorical in the schema to use it"
         )
-    elif kind in ("numeric", "date") and column.stored == {"text"} and not used:
+        return said, name, different, total
+    if kind in ("numeric", "date") and column.stored == {"text"} and not used:
         check = _is_number if kind == "numeric" else _is_date
         if wrong := [text for text in column.counts if not check(text)]:
-            logger.info("column %r is %s, but some values are not, as %.40r", name, kind, wrong[0])
+            return "column %r is %s, but some values are not, as %.40r", name, kind, wrong[0]
+    return ()
 
 
 def _tell_lost(lost: Mapping[str, set[str]], roles: Collection[str | None]) -> None:

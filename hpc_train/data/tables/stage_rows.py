@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -77,17 +78,18 @@ def make_rows(dealing: Dealing[TableRequest], portion: ShardPortion) -> None:
     source = portion_of_row(dealing.preparation.content(portion))
     name = f"{portion.name}.rows"
     path = dealing.scratch / name
-    rows = wrong = 0
+    rows, causes = 0, Counter[str]()
     with path.open("wb", WRITTEN_BYTES) as file:
         for batch in read_rows(source, request.schema, request.options.wrong):
             numbers, columns = right_rows(batch, request)
-            wrong += batch.wrong + len(batch.numbers) - len(numbers)
+            causes.update(batch.causes)
+            causes["a wrong weight or label"] += len(batch.numbers) - len(numbers)
             rows += len(numbers)
             if len(numbers):
                 write_batch(file, request.schema, numbers, columns)
             dealing.tell(0)
     files.sync(path)
-    tree = {"file": name, "nbytes": path.stat().st_size, "rows": rows, "wrong": wrong}
+    tree = {"file": name, "nbytes": path.stat().st_size, "rows": rows, "causes": causes}
     finish_portion(dealing, portion, name, tree)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -178,6 +179,7 @@ def begin_shards(request: TableRequest, folder: Path) -> Preparation[RowsRecipe]
         return path.open("rb", WRITTEN_BYTES)
 
     trees = [entry["statistics"] for entry in entries]
+    _check_rows(folder, trees)
     features = fix_features(request.schema, request.options.features, trees, opened)
     weights = summary_of(tree["weights"] for tree in trees)
     if request.schema.weight is not None and not weights.mean > 0:
@@ -189,6 +191,29 @@ def begin_shards(request: TableRequest, folder: Path) -> Preparation[RowsRecipe]
         return _planned_shards(request, features, folder, trees)
 
     return begin_stage(folder / "shards", request.target, recipe, plan)
+
+
+def _wrong_rows(folder: Path) -> Counter[str]:
+    """How many wrong rows were left out for each cause."""
+    return sum((Counter(entry["causes"]) for entry in stage_entries(folder / "rows")[1]), Counter())
+
+
+def _check_rows(folder: Path, trees: Sequence[Any]) -> None:
+    """Make sure that there are rows to train on."""
+    none = [0] * (LEFT_OUT + len(NEEDED_ROLES))  # there are no portions if there are no rows
+    _, held_out, *without = rows = np.sum([none, *(tree["rows"] for tree in trees)], 0).tolist()
+    if rows[TRAIN]:
+        return
+    lost = [
+        *_wrong_rows(folder).most_common(),
+        *((f"no {role}", count) for role, count in zip(NEEDED_ROLES, without, strict=True)),
+        ("held out", held_out),
+    ]
+    told = ", ".join(f"{count} ({cause})" for cause, count in lost if count)
+    raise DataError(
+        f"no row is left to train on{f'; not taken are {told}' if told else ''}",
+        "give a table with more rows that are right and have a target",
+    )
 
 
 def _row_counts(features: TableFeatures, trees: Sequence[Any]) -> dict[str, list[int]]:
@@ -283,13 +308,13 @@ def table_manifest_of(preparation: Preparation[RowsRecipe]) -> TableManifest:
     """The manifest of the finished shards. Rank 0 calls."""
     recipe, folder = preparation.recipe, preparation.folder.parent
     assert recipe.features is not None
-    rows, statistics = (stage_entries(folder / name)[1] for name in ("rows", "statistics"))
+    statistics = stage_entries(folder / "statistics")[1]
     names, shards = stage_entries(preparation.folder)
     splits: dict[str, tuple[TableShard, ...]] = {}
     for name, entry in zip(names, shards, strict=True):
         split = name.partition("-")[0]
         splits[split] = (*splits.get(split, ()), TableShard(**entry["shard"]))
-    wrong = sum(entry["wrong"] for entry in rows)
+    wrong = _wrong_rows(folder).total()
     left_out = _left_out(recipe.features, [entry["statistics"] for entry in statistics])
     made = TableManifest(recipe.request.schema, recipe.features, wrong, left_out, splits)
     if recipe.request.options.validation and not made.rows("validation"):

@@ -16,7 +16,7 @@ from hpc_train.data.tables.sources import list_tables
 from hpc_train.data.tables.table_files import PORTION_BYTES, TableFile, WrongPolicy
 from hpc_train.errors import DataError
 
-TABLE_PLAN = 2  # a higher one, after the plan or the rows have changed, continues no older plan
+TABLE_PLAN = 3  # a higher one, after the plan or the rows have changed, continues no older plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +131,10 @@ def wrong_roles(schema: TableSchema, columns: RawColumns) -> tuple[np.ndarray, s
         columns: the values of N rows.
 
     Returns:
-        bool (N,), and what is said of the first such row.
+        bool (N,), and what is said of the first such row: of its first value that is wrong.
     """
     found = np.zeros(len(next(iter(columns.values()))), bool)
-    what = ""
+    first, what = len(found), ""
     labels = schema.targets if schema.task == "multilabel" else ()
     for name in (*labels, *((schema.weight,) if schema.weight is not None else ())):
         values = columns[name]
@@ -142,7 +142,7 @@ def wrong_roles(schema: TableSchema, columns: RawColumns) -> tuple[np.ndarray, s
             wrong, said = np.isfinite(values) & (values != 0) & (values != 1), "not 0 or 1"
         else:
             wrong, said = values < 0, "a weight below 0"
-        if wrong.any() and not what:
-            what = f"{name} is {values[wrong][0]:g}, {said}"
+        if wrong.any() and (row := int(wrong.argmax())) < first:
+            first, what = row, f"{name} is {values[row]:g}, {said}"
         found |= wrong
     return found, what
