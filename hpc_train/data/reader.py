@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hpc_train.data.generators import Generator, of_gpu, of_process, own, seedings
+from hpc_train.data.leaves import leaves
 from hpc_train.data.mixture import Mixture, datasets_in
 from hpc_train.errors import ReadNote, UserError
 from hpc_train.seeds import mix
@@ -95,11 +95,12 @@ class Reader:
                 return self._read(indices, seed_of)
             self._own = before = self._found()
             batch = self._read(indices, seed_of)
-            self._own = self._found()  # a data set may make its generators in its first samples
+            self._own = self._found()  # they may be made in the first samples or the first batch
             return batch if len(self._own) == len(before) else self._read(indices, seed_of)
 
     def _found(self) -> list[Generator]:
-        return [found for one in datasets_in(self.dataset) for found in own(one)]
+        holders = [*datasets_in(self.dataset), self.collate_fn]
+        return [found for one in holders for found in own(one)]
 
     def _read(self, indices: Indices, seed_of: Callable[[int], int]) -> Any:
         generators = self._generators()
@@ -251,7 +252,7 @@ class Reader:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two batches have the same values. What cannot be compared counts as the same."""
-    ours, theirs = tree_leaves(one), tree_leaves(other)
+    ours, theirs = leaves(one), leaves(other)
     return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
 

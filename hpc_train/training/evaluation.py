@@ -19,6 +19,7 @@ from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.seeds import mix
+from hpc_train.training.same_data import compared
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,16 @@ def evaluate(
     models: Sequence[nn.Module],
     *,
     alike: bool = False,
+    compared_sizes: set[int],
 ) -> float | dict[str, float]:
     """The means over all samples, the same on all ranks; see `Loop.evaluate`. Collective.
 
     If `alike`, all ranks call the function equally often, some for a sample that does not count,
     because they gather parameters together in it. Then an error of one rank alone ends the program
     on that rank: the others wait in a gather, where they could not hear of it.
+
+    The ranks compare some samples of the first data set of each size. `compared_sizes` remembers
+    the sizes, the same on all ranks.
     """
     with agreed(group, "loop.evaluate"):
         samples = number_of_samples(reader.dataset)
@@ -56,6 +61,9 @@ def evaluate(
         repr((samples, batch)),
         "give all ranks the same",
     )
+    if samples not in compared_sizes:
+        compared_sizes.add(samples)
+        compared(group, reader, "the data set of loop.evaluate")
     totals: dict[str | None, Tensor] = {}  # the key None: a tensor without a name
     with nullcontext() if alike else agreed(group), aside(models), torch.no_grad():
         mine = np.arange(group.rank, samples, group.size)

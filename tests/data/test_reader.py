@@ -9,6 +9,7 @@ import re
 import threading
 import time
 import weakref
+from collections import UserDict
 from functools import partial
 
 import numpy as np
@@ -520,3 +521,22 @@ def test_seeding_the_process_seeds_torch_as_torch_does():
     drawn = np.random.rand(), random.random()
     seed_process(2**40 + 7)
     assert drawn == (np.random.rand(), random.random())
+
+
+class Irreproducible:
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return torch.from_numpy(np.random.default_rng().random(3))
+
+
+def mapped(samples):
+    return UserDict(x=UserDict(y=torch.stack(samples)))
+
+
+def test_samples_that_do_not_repeat_are_told_in_a_batch_of_any_mapping(caplog):
+    order = SampleOrder(100, BATCH)
+    parts = cut(BATCH, 1, 0)
+    next(iter(Loader(Irreproducible(), order, parts, first_step=1, last_step=1, collate_fn=mapped)))
+    assert "two reads of the same samples gave different values" in caplog.text

@@ -308,6 +308,30 @@ def test_another_thing_under_a_name_is_refused(tmp_path):
         train(model, optimizer, loop, epochs=3)
 
 
+class Metric(torch.nn.Module):
+    """As metrics of torchmetrics, it leaves its numbers out of its state unless it is told."""
+
+    def __init__(self, *, persistent=False):
+        super().__init__()
+        self.total, self.persistent = torch.zeros(()), persistent
+
+    def state_dict(self, **_):
+        return {"total": self.total} if self.persistent else {}
+
+
+@pytest.mark.parametrize(
+    ("thing", "told"),
+    [(Metric(), True), (Metric(persistent=True), False), (torch.nn.CrossEntropyLoss(), False)],
+    ids=["empty", "saved", "without numbers"],
+)
+def test_a_thing_whose_state_is_empty_is_told(tmp_path, caplog, thing, told):
+    model, optimizer, loop = make(tmp_path)
+    loop.register("it", thing)
+    assert not caplog.text.count("is empty")
+    train(model, optimizer, loop)
+    assert caplog.text.count("state_dict() of it, which loop.register was given, is empty") == told
+
+
 def test_a_group_that_was_added_in_training_is_for_another_loop(tmp_path):
     def start():
         model = make_model()
