@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -243,6 +243,13 @@ class Reader:
             return (self.collate_fn or default_collate)(samples)
         except ENDING as error:
             raise RuntimeError(f"collate_fn raised {error!r}") from error
+        except RuntimeError as error:
+            if self.collate_fn is not None or "equal size" not in str(error):
+                raise
+            raise UserError(
+                f"samples of unequal sizes do not make a batch ({error})",
+                "give a collate_fn that pads, or let the data set pad its samples",
+            ) from error
 
     def _rows(self, indices: Indices) -> list[Tensor]:
         """A batch of a TensorDataset, as `default_collate` makes it, but in one piece."""
@@ -272,6 +279,12 @@ def check_by_number(dataset: Any) -> None:
     Raises:
         UserError: it has not.
     """
+    for one in datasets_in(dataset):
+        if isinstance(one, Mapping) and isinstance(name := next(iter(one), None), str):
+            raise UserError(
+                f"the data set is a {type(one).__name__}, a mapping of several by their names",
+                f"pick one of them, such as the one named {name!r}",
+            )
     if stream := [one for one in datasets_in(dataset) if not _is_by_number(one)]:
         raise UserError(
             f"the data set is of type {type(stream[0]).__name__}, which has no samples by number",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from numbers import Integral
 from typing import Any
 
@@ -145,6 +146,33 @@ def train_mode(model: nn.Module, *, tell: bool = False) -> None:
             ", ".join(name or "the model itself" for name in resting[:3]),
             ", ..." if len(resting) > 3 else "",
         )
+
+
+def telling_of_eval_mode(model: nn.Module) -> Callable[..., None]:
+    """A hook of an optimizer's step, which tells at the first step of a model in eval mode."""
+    steps = count()
+
+    def tell(*_: Any) -> None:
+        if next(steps) or model.training:
+            return
+        if names := [name for name, module in model.named_modules() if _depends_on_mode(module)]:
+            logger.info(
+                "the model is trained in eval mode, in which dropout draws nothing and BatchNorm "
+                "keeps its statistics (layer %s, %d in all): call model.train() before, unless it "
+                "is meant",
+                names[0],
+                len(names),
+            )
+
+    return tell
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    """Whether a module computes something else in train mode than in eval mode."""
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return bool(module.dropout)
+    dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return dropout or isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from hpc_train.parallel.stages import gates_of
 from hpc_train.training.averaging import options_of, whole_training_state
 from hpc_train.training.costs import RunCosts
 from hpc_train.training.device import choose_matmul, use_cores
-from hpc_train.training.evaluation import PerSample, evaluate
+from hpc_train.training.evaluation import PerSample, evaluate, telling_of_eval_mode
 from hpc_train.training.keeping import keeping_divided
 from hpc_train.training.loop_records import LoopRecords, mean_of
 from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_given, check_integer
@@ -122,6 +122,8 @@ class Loop(Stepping):
             before_step(optimizer, self._clip_in_step),
             after_step(optimizer, self._end_step),
         ]
+        if group.rank == 0:
+            self._hooks.append(before_step(optimizer, telling_of_eval_mode(model)))
         self.averager.at_close.append(self._unhook)
 
         # A checkpoint holds the state of training, and what the user registers.
