@@ -9,7 +9,10 @@ from torch.utils.data import random_split
 
 from hpc_train.errors import UserError
 from hpc_train.training.loop import Loop
+from hpc_train.training.task import TrainingTask
+from hpc_train.training.trainer import Trainer
 from tests.training.test_loop_options import BATCH, alone, data, make_model, sgd
+from tests.training.test_trainer import config
 
 
 def train(runtime, folder, dataset, *, steps=None, held_out=None):
@@ -45,6 +48,18 @@ def test_ranks_with_data_sets_of_their_own_are_refused(job, together, where):
             train(job, together, training)
         else:
             train(job, together, data(), held_out=held_out)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("which", ["dataset", "validation"])
+def test_a_trainer_refuses_them_too(job, together, which):
+    if job.world.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    of_rank = dict(zip(("dataset", "validation"), split(int(job.world.rank == 1)), strict=True))
+    given = {"dataset": data(), "validation": data(), which: of_rank[which]}
+    with pytest.raises(UserError, match="rank 1 .* data set differ from those of rank 0"):
+        task = TrainingTask(make_model(), loss=lambda model, batch: model(batch[0]).mean(), **given)
+        Trainer(config(together), task, job)
 
 
 class NeverTwice:
