@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -11,11 +13,11 @@ from hpc_train.data.substitutes import Substituted
 
 
 def each_tensor(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A batch with other tensors in place of its own, also inside lists, tuples and dicts."""
+    """A batch with other tensors in place of its own, also inside lists, tuples and mappings."""
     if isinstance(data, Tensor):
         return change(data)
-    if isinstance(data, dict):
-        return {key: each_tensor(value, change) for key, value in data.items()}
+    if isinstance(data, Mapping):
+        return _like(data, {key: each_tensor(value, change) for key, value in data.items()})
     if isinstance(data, Substituted):
         changed = (each_tensor(value, change) for value in data)
         return Substituted.of((*changed,), data.pairs, data.causes)
@@ -23,6 +25,18 @@ def each_tensor(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
         made = [each_tensor(value, change) for value in data]
         return data._make(made) if hasattr(data, "_make") else type(data)(made)  # a named tuple
     return data
+
+
+def _like(data: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the class of another one, such as `BatchEncoding`, if its items can be set."""
+    if type(data) is dict:
+        return items
+    with suppress(Exception):  # somebody's class
+        made: Any = copy.copy(data)
+        for key, value in items.items():
+            made[key] = value
+        return made  # type: ignore[no-any-return]
+    return items
 
 
 def pinned(data: Any) -> Any:

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hpc_train.data.generators import Generator, of_gpu, of_process, own, seedings
+from hpc_train.data.leaves import leaves
 from hpc_train.data.mixture import Mixture, datasets_in
 from hpc_train.errors import ReadNote, UserError
 from hpc_train.seeds import mix
@@ -95,11 +95,12 @@ class Reader:
                 return self._read(indices, seed_of)
             self._own = before = self._found()
             batch = self._read(indices, seed_of)
-            self._own = self._found()  # a data set may make its generators in its first samples
+            self._own = self._found()  # they may be made in the first samples or the first batch
             return batch if len(self._own) == len(before) else self._read(indices, seed_of)
 
     def _found(self) -> list[Generator]:
-        return [found for one in datasets_in(self.dataset) for found in own(one)]
+        holders = [*datasets_in(self.dataset), self.collate_fn]
+        return [found for one in holders for found in own(one)]
 
     def _read(self, indices: Indices, seed_of: Callable[[int], int]) -> Any:
         generators = self._generators()
@@ -242,6 +243,13 @@ class Reader:
             return (self.collate_fn or default_collate)(samples)
         except ENDING as error:
             raise RuntimeError(f"collate_fn raised {error!r}") from error
+        except RuntimeError as error:
+            if self.collate_fn is not None or "equal size" not in str(error):
+                raise
+            raise UserError(
+                f"samples of unequal sizes do not make a batch ({error})",
+                "give a collate_fn that pads, or let the data set pad its samples",
+            ) from error
 
     def _rows(self, indices: Indices) -> list[Tensor]:
         """A batch of a TensorDataset, as `default_collate` makes it, but in one piece."""
@@ -251,7 +259,7 @@ class Reader:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two batches have the same values. What cannot be compared counts as the same."""
-    ours, theirs = tree_leaves(one), tree_leaves(other)
+    ours, theirs = leaves(one), leaves(other)
     return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
 
@@ -271,6 +279,12 @@ def check_by_number(dataset: Any) -> None:
     Raises:
         UserError: it has not.
     """
+    for one in datasets_in(dataset):
+        if isinstance(one, Mapping) and isinstance(name := next(iter(one), None), str):
+            raise UserError(
+                f"the data set is a {type(one).__name__}, a mapping of several by their names",
+                f"pick one of them, such as the one named {name!r}",
+            )
     if stream := [one for one in datasets_in(dataset) if not _is_by_number(one)]:
         raise UserError(
             f"the data set is of type {type(stream[0]).__name__}, which has no samples by number",

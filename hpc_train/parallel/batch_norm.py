@@ -84,7 +84,7 @@ def _tell(named: dict[str, nn.Module], layers: dict[str, Any], batch_norm: Batch
     drawing = [
         name
         for name, module in named.items()
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p and module.training
     ]
     if drawing:
         logger.info(

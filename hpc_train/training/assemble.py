@@ -21,7 +21,7 @@ from hpc_train.data.loader import Part, cut
 from hpc_train.data.mixture import datasets_in
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.packing import PackedDataset
-from hpc_train.data.reader import check_by_number
+from hpc_train.data.reader import Reader, check_by_number
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.tables.balanced import RowsOfClass
 from hpc_train.errors import ConfigError, UserError, plural, size_text
@@ -51,6 +51,7 @@ from hpc_train.training.learning_rate import last_step
 from hpc_train.training.optimizer_steps import OptimizerSteps, is_unwaited
 from hpc_train.training.optimizers import build_optimizer, set_precision
 from hpc_train.training.patience import Patience
+from hpc_train.training.same_data import compared
 from hpc_train.training.saving import check_best, policy_of
 from hpc_train.training.substituted import SubstitutedSamples
 from hpc_train.training.task import TrainingTask, check_loss
@@ -318,6 +319,9 @@ def _plan(config: RunConfig, task: TrainingTask, grid: ParallelGrid) -> StepPlan
     )
     what = "the data set (its size, mixture or lengths)"
     same(group, what, given, "give all ranks the same data")
+    compared(group, Reader(task.dataset), "the data set", copied=data.workers > 0)
+    if held_out:
+        compared(group, Reader(task.validation), "the held-out data set", copied=data.workers > 0)
     if micro_batches < grid.pp and group.rank == 0:
         logger.warning(
             "a step has %s, fewer than the %d stages of the pipeline, so ranks are idle most of "

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 class Delivery(LoopLife):
     """Delivers the batches of a loop, and counts the steps that are taken.
 
-    A subclass sets `checkpoints`, `averager` and `registered`.
+    A subclass sets `averager` and `registered`, and the `checkpoints` of `LoopLife`.
 
     Args:
         runtime: the runtime of the job.
@@ -48,7 +47,6 @@ class Delivery(LoopLife):
         options: the loop's options.
     """
 
-    checkpoints: Checkpoints
     averager: GradientAverager
     registered: Registered
 
@@ -183,6 +181,7 @@ class Delivery(LoopLife):
             if not self._looked:
                 self._looked = True
                 self.registered.check()
+                self.registered.tell_of_nothing()
 
     def _leave_step(self, *awaited: str) -> None:
         """Meet the other ranks after a step. If one averages instead, all raise. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from numbers import Integral
 from typing import Any
 
@@ -19,6 +20,7 @@ from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.seeds import mix
+from hpc_train.training.same_data import compared
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +38,16 @@ def evaluate(
     models: Sequence[nn.Module],
     *,
     alike: bool = False,
+    compared_sizes: set[int],
 ) -> float | dict[str, float]:
     """The means over all samples, the same on all ranks; see `Loop.evaluate`. Collective.
 
     If `alike`, all ranks call the function equally often, some for a sample that does not count,
     because they gather parameters together in it. Then an error of one rank alone ends the program
     on that rank: the others wait in a gather, where they could not hear of it.
+
+    The ranks compare some samples of the first data set of each size. `compared_sizes` remembers
+    the sizes, the same on all ranks.
     """
     with agreed(group, "loop.evaluate"):
         samples = number_of_samples(reader.dataset)
@@ -56,6 +62,9 @@ def evaluate(
         repr((samples, batch)),
         "give all ranks the same",
     )
+    if samples not in compared_sizes:
+        compared_sizes.add(samples)
+        compared(group, reader, "the data set of loop.evaluate")
     totals: dict[str | None, Tensor] = {}  # the key None: a tensor without a name
     with nullcontext() if alike else agreed(group), aside(models), torch.no_grad():
         mine = np.arange(group.rank, samples, group.size)
@@ -137,6 +146,33 @@ def train_mode(model: nn.Module, *, tell: bool = False) -> None:
             ", ".join(name or "the model itself" for name in resting[:3]),
             ", ..." if len(resting) > 3 else "",
         )
+
+
+def telling_of_eval_mode(model: nn.Module) -> Callable[..., None]:
+    """A hook of an optimizer's step, which tells at the first step of a model in eval mode."""
+    steps = count()
+
+    def tell(*_: Any) -> None:
+        if next(steps) or model.training:
+            return
+        if names := [name for name, module in model.named_modules() if _depends_on_mode(module)]:
+            logger.info(
+                "the model is trained in eval mode, in which dropout draws nothing and BatchNorm "
+                "keeps its statistics (layer %s, %d in all): call model.train() before, unless it "
+                "is meant",
+                names[0],
+                len(names),
+            )
+
+    return tell
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    """Whether a module computes something else in train mode than in eval mode."""
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return bool(module.dropout)
+    dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return dropout or isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 @contextmanager

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,12 +36,13 @@ from hpc_train.parallel.stages import gates_of
 from hpc_train.training.averaging import options_of, whole_training_state
 from hpc_train.training.costs import RunCosts
 from hpc_train.training.device import choose_matmul, use_cores
-from hpc_train.training.evaluation import PerSample, evaluate
+from hpc_train.training.evaluation import PerSample, evaluate, telling_of_eval_mode
 from hpc_train.training.keeping import keeping_divided
 from hpc_train.training.loop_records import LoopRecords, mean_of
 from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_given, check_integer
 from hpc_train.training.parts import MANY_PASSES, parts_of_loop
 from hpc_train.training.registered import Registered, Registrable, parameters_beside
+from hpc_train.training.same_data import SameData
 from hpc_train.training.saving import finishing_saves
 from hpc_train.training.sharing import check_device
 from hpc_train.training.stepping import Stepping
@@ -82,6 +82,7 @@ class Loop(Stepping):
         same(group, what, f"{alike!r} {options.counted is None}", "give all ranks the same")
         self._begun = self._enough = False
         self._records: LoopRecords | None = None
+        self._compared_sizes: set[int] = set()  # of data sets of `evaluate`
         self._reading = threading.RLock()  # both data sets may be parts of one
         self.collectives = connect(group)
 
@@ -124,6 +125,8 @@ class Loop(Stepping):
             before_step(optimizer, self._clip_in_step),
             after_step(optimizer, self._end_step),
         ]
+        if group.rank == 0:
+            self._hooks.append(before_step(optimizer, telling_of_eval_mode(model)))
         self.averager.at_close.append(self._unhook)
 
         # A checkpoint holds the state of training, and what the user registers.
@@ -135,7 +138,8 @@ class Loop(Stepping):
         more = {"copied": options.background, "owned": owned, "own_gradients": own}
         more["scaled"] = self.scaler is not None and self.scaler.dynamic
         self.registered = Registered(group, optimizer, model, beside, **more)
-        state = replace(state, extra=Together([state.extra, self.registered]))
+        self._same_data = SameData(group)
+        state = replace(state, extra=Together([state.extra, self.registered, self._same_data]))
         try:
             self.checkpoints = Checkpoints(Path(directory), self.collectives, state, options.policy)
         except HpcTrainError:  # the same one on all ranks
@@ -195,15 +199,12 @@ class Loop(Stepping):
         self._begun = True
         with agreed(self.group):
             reader = Reader(dataset, self._reading, collate_fn)
-        ahead = self.options
-        load = partial(Loader, reader, prefetch=ahead.prefetch, workers=ahead.workers)
-        self._running = self._epochs(load, dataset, batch, epochs, seed, shuffle, accumulate)
+        self._running = self._epochs(reader, batch, epochs, seed, shuffle, accumulate)
         return Held(self._running, self._dropped)
 
     def _epochs(
         self,
-        load: Callable[..., Loader],
-        dataset: Any,
+        reader: Reader,
         batch: int,
         epochs: int,
         seed: int,
@@ -211,6 +212,8 @@ class Loop(Stepping):
         accumulate: int,
     ) -> Generator[tuple[int, Iterator[Any]]]:
         """Check the arguments, restore the newest checkpoint, and deliver the epochs."""
+        dataset, ahead = reader.dataset, self.options
+        load = partial(Loader, prefetch=ahead.prefetch, workers=ahead.workers)
         with agreed(self.group):
             check_integer("batch", batch, least=1)
             check_integer("epochs", epochs, least=0)
@@ -247,9 +250,10 @@ class Loop(Stepping):
             ExitStack() as ending,
         ):
             self.checkpoints.claim = claim
+            self._same_data.compare(reader, copied=self.options.workers > 0)
             done = self._given = self._taken = self.checkpoints.resume()
             with agreed(self.group):
-                loader = load(order, parts, first_step=done + 1, last_step=last)
+                loader = load(reader, order, parts, first_step=done + 1, last_step=last)
                 loader.counted = self.options.counted
                 loader.pinned = self._device_type == "cuda"
             directory = self.checkpoints.directory
@@ -435,18 +439,8 @@ class Loop(Stepping):
                 reader = Reader(dataset, self._reading, collate_fn)
             with self._unlimited():
                 models, alike = self._in_one_state(), self.options.memory.zero == 3
-                return evaluate(self._calls, reader, per_sample, batch, models, alike=alike)
-
-    @contextmanager
-    def _unlimited(self) -> Iterator[None]:
-        """Disable the time limit of a step in this block: it was measured without evaluations."""
-        waiting = self.group.waiting
-        limit, waiting.limit = waiting.limit, math.inf
-        Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.options.hang_timeout)
-        try:
-            yield
-        finally:
-            waiting.limit = limit
+                over = partial(evaluate, alike=alike, compared_sizes=self._compared_sizes)
+                return over(self._calls, reader, per_sample, batch, models)
 
     def _in_one_state(self) -> list[nn.Module]:
         """The modules to evaluate, after they were made the same on all ranks. Collective."""

@@ -11,7 +11,15 @@ from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 
-from hpc_train.errors import ClaimError, HpcTrainError, UserError
+from hpc_train.checkpoint import Checkpoints
+from hpc_train.errors import (
+    CheckpointError,
+    ClaimError,
+    DivergenceError,
+    HpcTrainError,
+    NotFiniteError,
+    UserError,
+)
 from hpc_train.job.leaving import leave_together
 from hpc_train.models.gate import Gate
 from hpc_train.mpi.group import Group
@@ -20,6 +28,9 @@ from hpc_train.mpi.watchdog import Watchdog
 from hpc_train.training.options import LoopOptions
 
 logger = logging.getLogger(__name__)
+
+UNSAVED = (CheckpointError, DivergenceError, NotFiniteError)
+"""Errors of a save, which all ranks raise."""
 
 
 def raise_at_end(error: Exception, failed: bool) -> None:
@@ -41,6 +52,8 @@ class LoopLife:
         runtime: the runtime of the job.
         options: the loop's options.
     """
+
+    checkpoints: Checkpoints
 
     def __init__(self, runtime: Runtime, options: LoopOptions) -> None:
         self.group: Group = runtime.world
@@ -82,10 +95,19 @@ class LoopLife:
         for function in [*runtime.at_end]:
             other = getattr(function, "__self__", None)
             if isinstance(other, LoopLife) and other._is_left:
+                to_close = other._to_close
                 try:
                     other._end_left()
                 except ClaimError as error:  # of all ranks: its directory is another loop's
                     logger.warning("%s", error)
+                except UNSAVED as error:  # of all ranks
+                    where = other.checkpoints.directory
+                    error.cause = (
+                        f"the end of an earlier loop, in {where}, is not saved: {error.cause}"
+                    )
+                    if not to_close:
+                        raise
+                    logger.warning("%s", error)  # the program knows that this loop has failed
 
     def _end_left(self) -> None:
         """End a loop that was left, and close it if an error has left its block. Collective."""

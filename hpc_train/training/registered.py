@@ -91,6 +91,7 @@ class Registered(ExtraState):
         self.things: dict[str, Registrable] = {}
         self._trees: dict[str, Any] = {}
         self._tensors: dict[str, Tensor] = {}
+        self._empty: set[str] = set()  # names of objects that had no state when they came
 
     def add(self, name: str, thing: Registrable) -> None:
         """Register one more object. Collective.
@@ -107,6 +108,8 @@ class Registered(ExtraState):
         except Exception:  # raised on all ranks
             del self.things[name]
             raise
+        if self._has_nothing(name):
+            self._empty.add(name)
 
     def _check(self, name: str, thing: Registrable) -> None:
         """Check the name and the type of an object."""
@@ -244,6 +247,29 @@ class Registered(ExtraState):
             with agreed(self.group):
                 digest = self._digest(name, tree)
             same(self.group, what, digest, "give all ranks the same state, as with loop.mean")
+
+    def tell_of_nothing(self) -> None:
+        """Warn on rank 0 of objects whose states are still empty. Call it after the first step."""
+        if lost := sorted(filter(self._has_nothing, self._empty)) if self.group.rank == 0 else []:
+            logger.warning(
+                "state_dict() of %s, which loop.register was given, is empty, so nothing of it is "
+                "saved: return the state there; for torchmetrics call metric.persistent(True)",
+                ", ".join(lost),
+            )
+
+    def _has_nothing(self, name: str) -> bool:
+        """Whether the last look found no state of an object that seems to have some."""
+        thing = self.things[name]
+        inside = thing.modules() if isinstance(thing, Module) else []
+        stateless = isinstance(thing, Module) and not any(
+            isinstance(held, Tensor) for module in inside for held in _held_by(module)
+        )
+        if stateless or isinstance(thing, GradScaler):  # which has none if it is disabled
+            return False
+        tree = self._trees[name]
+        return tree == [] or (
+            isinstance(tree, dict) and tree.get("dict", tree.get("OrderedDict")) == []
+        )
 
     def _look(self) -> None:
         """Encode the present states as JSON and tensors."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import LossScaler
 from hpc_train.gradients.hooks import Closure, replaced_closure
 from hpc_train.gradients.scaling import clip_factor, clip_gradients
+from hpc_train.job.heartbeat import Heartbeat
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
 from hpc_train.training.delivery import Delivery
@@ -35,6 +38,17 @@ class Stepping(Delivery):
     _is_scaled = False  # a loss was scaled since the last step
     _may_step = False  # `step` is calling the optimizer's step
     _clipped = False  # in this step; Horovod's optimizer calls its hooks twice
+
+    @contextmanager
+    def _unlimited(self) -> Iterator[None]:
+        """Disable the time limit of a step in this block: it was measured without evaluations."""
+        waiting = self.group.waiting
+        limit, waiting.limit = waiting.limit, math.inf
+        Heartbeat(self.group).tell(max(0, self._given - 1), 1.5 * self.options.hang_timeout)
+        try:
+            yield
+        finally:
+            waiting.limit = limit
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A context for the forward pass and the loss, in `precision` by `torch.autocast`."""

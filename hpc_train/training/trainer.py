@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from hpc_train.config import RunConfig
 from hpc_train.data.generators import seed_process
+from hpc_train.data.leaves import leaves
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
 from hpc_train.data.mixture import MixedOrder, describe_drawn
 from hpc_train.data.reader import Reader
@@ -246,7 +246,8 @@ class Trainer:
         self._backward(step)
         self.averager.average()
         self.averager.zero_grad()
-        read = sum(t.nbytes for t in tree_leaves(step) if isinstance(t, Tensor))
+        found = leaves([micro_batch.data for micro_batch in step.micro_batches])
+        read = sum(leaf.nbytes for leaf in found if isinstance(leaf, Tensor))
         of_all = read * len(every) // len(parts)
         ahead = self.config.data.prefetch if self.device.type == "cpu" else 0
         return of_all * (1 + ahead) - read

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 import weakref
+from collections import UserDict
 from functools import partial
 
 import numpy as np
@@ -520,3 +521,36 @@ def test_seeding_the_process_seeds_torch_as_torch_does():
     drawn = np.random.rand(), random.random()
     seed_process(2**40 + 7)
     assert drawn == (np.random.rand(), random.random())
+
+
+class Irreproducible:
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return torch.from_numpy(np.random.default_rng().random(3))
+
+
+def mapped(samples):
+    return UserDict(x=UserDict(y=torch.stack(samples)))
+
+
+def test_samples_that_do_not_repeat_are_told_in_a_batch_of_any_mapping(caplog):
+    order = SampleOrder(100, BATCH)
+    parts = cut(BATCH, 1, 0)
+    next(iter(Loader(Irreproducible(), order, parts, first_step=1, last_step=1, collate_fn=mapped)))
+    assert "two reads of the same samples gave different values" in caplog.text
+
+
+def test_data_sets_by_name_are_not_one():
+    with pytest.raises(UserError, match="a mapping of several by their names: pick .* 'train'"):
+        Reader(UserDict(train=[1, 2], test=[3]))
+    assert Reader({0: 1.0, 1: 2.0}).read_beside([1]).tolist() == [2.0]
+
+
+@pytest.mark.parametrize("samples", [[[1, 2], [3]], [torch.zeros(2), torch.zeros(3)]])
+def test_samples_of_unequal_sizes_need_a_collate_fn(samples):
+    with pytest.raises(
+        UserError, match="unequal sizes .*equal size.*: give a collate_fn that pads"
+    ):
+        Reader(samples).read_beside([0, 1])

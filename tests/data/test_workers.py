@@ -228,10 +228,21 @@ def unpicklable(samples):
     return lambda: samples
 
 
+class LazyCollate:
+    """As collators of Hugging Face do, it makes a generator of its own in its first call."""
+
+    rng = None
+
+    def __call__(self, samples):
+        self.rng = self.rng or torch.Generator().manual_seed(3)
+        return padded(samples) + torch.rand((), generator=self.rng)
+
+
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_collate_that_draws_is_refused(started, count):
+@pytest.mark.parametrize("make", [lambda: drawing_collate, LazyCollate])
+def test_a_collate_that_draws_is_refused(started, count, make):
     with pytest.raises(UserError, match="collate_fn draws random numbers"):
-        batches(Plain(), workers=count, collate_fn=drawing_collate)
+        batches(Plain(), workers=count, collate_fn=make())
 
 
 class Fetching(Plain):

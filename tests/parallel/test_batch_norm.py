@@ -191,6 +191,9 @@ def test_what_couples_samples_or_draws_is_named(job, caplog):
     caplog.set_level("INFO")
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.1), nn.Dropout(0.0), nn.BatchNorm1d(3))
     model[3].requires_grad_(False).eval()  # it keeps its statistics
+    resting = nn.Sequential(nn.Dropout(0.1)).eval()
+    batch_norm.set_up_batch_norm(resting, connect(job.world), "sync")
+    assert "dropout masks" not in caplog.text
     batch_norm.set_up_batch_norm(model, connect(job.world), "sync")
     if job.world.rank == 0 and job.world.size > 1:
         assert "those of all ranks' samples (layer 0, 1 in all)" in caplog.text

@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hpc_train import GradientsSection, MemorySection, run
 from hpc_train.data.mixture import Mixture
-from hpc_train.errors import CheckpointMismatch, ConfigError, Stopped, UserError
+from hpc_train.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    DivergenceError,
+    Stopped,
+    UserError,
+)
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.launch.cancel import cancel
@@ -337,6 +343,30 @@ def test_another_thing_under_a_name_is_refused(tmp_path):
         train(model, optimizer, loop, epochs=3)
 
 
+class Metric(torch.nn.Module):
+    """As metrics of torchmetrics, it leaves its numbers out of its state unless it is told."""
+
+    def __init__(self, *, persistent=False):
+        super().__init__()
+        self.total, self.persistent = torch.zeros(()), persistent
+
+    def state_dict(self, **_):
+        return {"total": self.total} if self.persistent else {}
+
+
+@pytest.mark.parametrize(
+    ("thing", "told"),
+    [(Metric(), True), (Metric(persistent=True), False), (torch.nn.CrossEntropyLoss(), False)],
+    ids=["empty", "saved", "without numbers"],
+)
+def test_a_thing_whose_state_is_empty_is_told(tmp_path, caplog, thing, told):
+    model, optimizer, loop = make(tmp_path)
+    loop.register("it", thing)
+    assert not caplog.text.count("is empty")
+    train(model, optimizer, loop)
+    assert caplog.text.count("state_dict() of it, which loop.register was given, is empty") == told
+
+
 def test_a_group_that_was_added_in_training_is_for_another_loop(tmp_path):
     def start():
         model = make_model()
@@ -491,6 +521,46 @@ def test_a_second_loop_after_an_error_that_all_ranks_catch(job, together, anew):
     assert left == before
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("caught", [True, False])
+def test_an_earlier_loop_that_cannot_be_saved_is_told_by_its_name(job, together, caplog, caught):
+    if job.world.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    model = make_model()
+    first = Loop(job, together / "first", model, sgd(model.parameters()))
+    with suppress(KeyError), first if caught else nullcontext():
+        for _, batches in first.epochs(data(), batch=BATCH, epochs=1):
+            for _ in batches:
+                first.step()
+                break
+            with torch.no_grad():
+                model[0].weight[0, 0] = job.world.rank
+            if caught:
+                raise KeyError("what the user did")
+            break
+    expected = make_model()
+    optimizer = sgd(expected.parameters())
+    words = rf"earlier loop, in {together / 'first'}, is not saved"
+    with nullcontext() if caught else pytest.raises(DivergenceError, match=words):
+        Loop(job, together / "second", expected, optimizer).close()
+    if caught:
+        assert "an earlier loop, in" in caplog.text
+    else:
+        first.close()
+
+
+@pytest.mark.parametrize(
+    ("rate", "mode", "told"), [(0.5, False, True), (0.5, True, False), (0.0, False, False)]
+)
+def test_a_model_that_is_trained_in_eval_mode_is_told(tmp_path, caplog, rate, mode, told):
+    caplog.set_level("INFO")
+    model = torch.nn.Sequential(make_model(), torch.nn.Dropout(rate)).train(mode)
+    optimizer = sgd(model.parameters())
+    with Loop(alone(), tmp_path, model, optimizer) as loop:
+        train(model, optimizer, loop)
+    assert caplog.text.count("the model is trained in eval mode") == told
 
 
 def test_a_loop_whose_optimizer_another_loop_has_takes_no_steps(tmp_path):

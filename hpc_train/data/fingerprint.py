@@ -1,0 +1,110 @@
+"""Fingerprints of data sets, made of a few samples, which tell two data sets of one size apart."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import xxhash
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from hpc_train.data.leaves import leaves
+from hpc_train.data.mixture import datasets_in
+from hpc_train.data.order import number_of_samples
+from hpc_train.data.reader import Reader
+from hpc_train.seeds import mix
+
+LOOK_STREAM = 5  # part of the samples' seeds
+PIECES = 8  # a tensor of floating point is told from others by the means of so many pieces
+CLOSE = 1e-3  # processors of two kinds may compute a sample a little differently
+
+Fingerprint = list[list[Any] | None]
+"""For each sample a hash and some numbers, as plain JSON values; None: it cannot be read."""
+
+
+def fingerprint(reader: Reader, *, copied: bool = False) -> Fingerprint:
+    """The fingerprint of a reader's data set: of its first, its middle and its last sample.
+
+    Random numbers that the data set draws are seeded for each sample. A sample that cannot be read
+    is left out: training ends with an error once it needs that sample.
+
+    Args:
+        reader: reads the data set.
+        copied: whether to read from a copy, made by pickle, because workers will be sent the data
+            set. It may open files in its first sample, and cannot be sent after that.
+
+    Returns:
+        The fingerprint. It is empty for data sets of this package.
+    """
+    if all(type(one).__module__.startswith("hpc_train.") for one in datasets_in(reader.dataset)):
+        return []  # hashes of their own are compared
+    with suppress(Exception):  # whatever somebody's data set raises
+        last = number_of_samples(reader.dataset) - 1
+        dataset = pickle.loads(pickle.dumps(reader.dataset)) if copied else reader.dataset
+        whole = hasattr(dataset, "fetch") or type(dataset) is TensorDataset
+        samples = Reader(dataset, reader.lock, None if whole else _as_they_are)
+        return [_of_sample(samples, number) for number in sorted({0, last // 2, last}) if last >= 0]
+    return []
+
+
+def alike(one: Fingerprint, other: Fingerprint) -> bool:
+    """Whether two fingerprints may be of the same data set."""
+    pairs = zip(one, other, strict=False)
+    return all(None in (a, b) or _is_close(a, b) for a, b in pairs)
+
+
+def _is_close(a: Any, b: Any) -> bool:
+    return a[0] == b[0] and len(a[1]) == len(b[1]) and np.allclose(a[1], b[1], rtol=0, atol=CLOSE)
+
+
+def _as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def _of_sample(reader: Reader, number: int) -> list[Any] | None:
+    try:
+        sample = reader.read([number], lambda _: mix(LOOK_STREAM, number))
+    except Exception:  # noqa: BLE001  # whatever somebody's data set raises
+        return None
+    exact, numbers = xxhash.xxh3_64(), list[float]()
+    for leaf in leaves(sample):
+        with suppress(Exception):  # somebody's types, or tensors of special layouts
+            for part in _parts(leaf):
+                if isinstance(part, bytes):
+                    exact.update(part)
+                else:
+                    numbers += part
+    return [exact.hexdigest(), numbers]
+
+
+def _parts(leaf: Any) -> Iterator[bytes | list[float]]:
+    """What tells a leaf from others: bytes that are equal, or numbers that are close."""
+    if isinstance(leaf, Tensor):
+        leaf = leaf.detach().cpu()
+        leaf = (leaf.double() if leaf.is_floating_point() else leaf).numpy()
+    if isinstance(leaf, float | complex) or hasattr(leaf, "__array_interface__"):
+        array = np.asarray(leaf)  # an image of PIL, too
+        yield repr(array.shape).encode()
+        if np.iscomplexobj(array):
+            array = np.stack([array.real, array.imag])
+        if np.issubdtype(array.dtype, np.floating):
+            yield _numbers(array.astype(np.float64).ravel())
+        elif not array.dtype.hasobject:
+            yield array.tobytes()
+    elif leaf is None or isinstance(leaf, int | str | bytes):
+        yield repr(leaf).encode(errors="surrogateescape")
+
+
+def _numbers(values: np.ndarray) -> list[float]:
+    """The size of some values, and the means of pieces of them in proportion to it."""
+    values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
+    if not values.size:
+        return []
+    size = float(np.abs(values).mean()) or 1.0
+    pieces: Sequence[np.ndarray] = np.array_split(values, min(PIECES, values.size))
+    return [math.log(size), *(float(piece.mean() / size) for piece in pieces)]
