@@ -174,6 +174,7 @@ def test_operations_of_a_users_module_are_counted_or_left_out(tmp_path, caplog, 
 
 @pytest.mark.ranks(2)
 def test_layers_that_wait_for_other_ranks_are_not_run_by_one(group, together, caplog):
+    torch.manual_seed(0)
     data = TensorDataset(torch.randn(48, 6))
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     task = TrainingTask(model, data, lambda one, batch: one(*batch).square().mean())
