@@ -180,7 +180,8 @@ def test_sigterm_acts_while_one_rank_waits_for_its_data(job, together, monkeypat
     monkeypatch.setattr("hpc_train.data.loader.DATA_SET_PATIENCE", 0.05)
     go = threading.Event()
     share = BATCH // job.world.size
-    dataset = Quiet(job.world.rank, 3 * share + 2, go.wait)  # rank 0 reads the first two twice
+    # Three samples are compared between the ranks, and rank 0 reads the first two twice.
+    dataset = Quiet(job.world.rank, 3 + 2 + 3 * share, go.wait)
 
     def terminate():
         os.kill(os.getpid(), signal.SIGTERM)
