@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from hpc_train.training.sharing import SharingFacts, choose_zero
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 
+logger = logging.getLogger(__name__)
+
 LEANER = 0.9  # share of the memory that a job needed, and did not get, which a remedy may need
 
 
@@ -56,6 +59,8 @@ def job_that_fits(
                 check_host_fits(job, *hosts)
         if job.on_cpu and (config.memory.recompute != "none" or job.is_tight(free)):
             close_gaps()  # before the model has memory
+            if config.memory.recompute == "none" and runtime.world.rank == 0:
+                logger.info("memory is short: large tensors leave no gaps, which takes longer")
         searched = config.data.micro_batch == "auto"
         return job, job.largest_micro_batch(free) if searched else None
 
