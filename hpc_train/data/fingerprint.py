@@ -20,8 +20,8 @@ from hpc_train.data.reader import Reader
 from hpc_train.seeds import mix
 
 LOOK_STREAM = 5  # part of the samples' seeds
-PIECES = 8  # a tensor of floating point is told from others by the means of so many pieces
-CLOSE = 1e-3  # processors of two kinds may compute a sample a little differently
+PIECES = 8  # number of pieces of a floating-point tensor whose means are compared
+CLOSE = 1e-3  # largest difference of equal samples, which two kinds of processor may compute
 
 Fingerprint = list[list[Any] | None]
 """For each sample a hash and some numbers, as plain JSON values; None: it cannot be read."""

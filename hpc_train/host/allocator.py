@@ -9,7 +9,7 @@ import os
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 LARGEST_TRIM, LARGEST_MMAP = (1 << 31) - 1, 1 << 25  # bytes, the most that mallopt accepts
 OWN_PAGES = 1 << 20  # bytes from which a block has pages of its own, once gaps are closed
-WITH_GAPS = 1.5  # at most so many bytes for each byte of tensors, without recomputation
+WITH_GAPS = 1.5  # largest resident memory, divided by that of the tensors, without recomputation
 
 _closed = False  # whether `close_gaps` was called
 
@@ -30,11 +30,11 @@ def keep_freed_memory() -> None:
 def close_gaps() -> None:
     """Let this process leave no gaps between large blocks of memory, from now on.
 
-    Tensors that live long lie between others that are freed soon. What is freed there can be used
-    for smaller ones only, so a process becomes larger than its tensors, and recomputation saves
-    little. After this call each large block has pages of its own, which go back
-    to the system with it. New pages cost time. They cost less of it if torch asks for huge pages,
-    as it does if it has allocated nothing before.
+    Tensors that live long lie between others that are freed soon. The gaps that these leave can be
+    used for smaller tensors only. So a process becomes larger than its tensors, and recomputation
+    saves little. After this call each large block has pages of its own, which go back to the system
+    when it is freed. Fetching pages takes time. It takes less if torch asks for huge pages, which
+    it does if it has allocated nothing before this call.
     """
     global _closed
     _closed = True

@@ -95,9 +95,8 @@ class PeakMemory:
             rollup = "/proc/self/smaps_rollup"
             self._excess = max(0, _kilobytes(rollup, "Rss") - _kilobytes(rollup, "Pss"))
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text(
-                "5", encoding="utf-8"
-            )  # the peak is counted anew
+            # From now on the peak is counted anew.
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         return max(0, peak - self._excess) << 10
 
 

@@ -22,9 +22,9 @@ from hpc_train.data.tables.csv_source import csv_columns
 from hpc_train.data.tables.table_files import TableFile, opened_table
 from hpc_train.errors import DataError
 
-SAMPLE_BYTES = 1 << 18  # of a sample, or more until it has enough records
-SAMPLED_RECORDS = 64  # enough, at the beginning of all files together; they tell classes apart
-MOST_BYTES = 4 * RECORD_BYTES  # after which a sample gets no larger
+SAMPLE_BYTES = 1 << 18  # size of a sample that has enough records
+SAMPLED_RECORDS = 64  # number of records that are enough, from the beginnings of all files together
+MOST_BYTES = 4 * RECORD_BYTES  # largest size of a sample
 MIDDLE_SAMPLES = 4  # blocks in the middle of a large file that are sampled
 
 
@@ -82,8 +82,8 @@ def _records(
     Args:
         stream: the file's text.
         delimiter: what stands between two fields.
-        least: the sample grows until it has so many records,
-        most: or so many bytes.
+        least: number of records at which the sample stops growing.
+        most: number of bytes at which it stops in any case.
         first: whether a record begins at the place.
     """
     data = b""
