@@ -155,8 +155,12 @@ if [ "$code" -eq 0 ]; then
     end
 fi
 
+undisturbed() { # SECONDS COMMAND: a signal to all processes of the job does not end it
+    # `timeout` has its command take signals that this shell ignores.
+    timeout -s KILL "$1" bash -c 'trap "" USR1 USR2 INT TERM; exec "$@"' - "${@:2}"
+}
 state=
-[ -z "$terminated" ] || state=$(timeout -s KILL 5 "$bjobs" -noheader -o stat "$job" 2>/dev/null) || state=
+[ -z "$terminated" ] || state=$(undisturbed 5 "$bjobs" -noheader -o stat "$job" 2>/dev/null) || state=
 trap '' USR1 USR2 INT TERM # the next commands are not interrupted
 if [ "$code" -ne 75 ]; then
     why="exit code $code"
@@ -189,7 +193,7 @@ queue_by() { # COMMAND that queues the job: set next to the new job's id
     fi
 }
 why="bsub failed"
-queue_by env "HPC_TRAIN_QUEUED=$((count + 1))" "HPC_TRAIN_TASK=$task" timeout -s KILL 60 "$bsub" <"$script"
+queue_by undisturbed 60 env "HPC_TRAIN_QUEUED=$((count + 1))" "HPC_TRAIN_TASK=$task" "$bsub" <"$script"
 if [ -n "$next" ]; then
     why=
     resume_by=

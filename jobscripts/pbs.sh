@@ -156,6 +156,10 @@ if [ "$code" -eq 0 ]; then
     end
 fi
 
+undisturbed() { # SECONDS COMMAND: a signal to all processes of the job does not end it
+    # `timeout` has its command take signals that this shell ignores.
+    timeout -s KILL "$1" bash -c 'trap "" USR1 TERM; exec "$@"' - "${@:2}"
+}
 trap '' USR1 TERM # the next commands are not interrupted
 reason= # why a job that got SIGTERM is not queued again
 walltime_over() { # whether PBS has written into the output that the walltime is over
@@ -163,7 +167,7 @@ walltime_over() { # whether PBS has written into the output that the walltime is
 }
 ask() {
     local answer state substate
-    answer=$(timeout -s KILL 5 "$qstat" -f "$job" 2>/dev/null)
+    answer=$(undisturbed 5 "$qstat" -f "$job" 2>/dev/null)
     state=$(sed -n 's/^[[:space:]]*job_state = //p' <<<"$answer")
     substate=$(sed -n 's/^[[:space:]]*substate = //p' <<<"$answer")
     if [ -z "$state" ]; then
@@ -208,14 +212,13 @@ why="qsub failed"
 terminated=
 trap 'terminated=1' TERM
 # shellcheck disable=SC2329
-submit() { # PBS signals all processes of a job, and timeout has its command take SIGTERM
+submit() { # PBS signals all processes of a job
     trap '' TERM
-    timeout -s KILL 60 bash -c 'trap "" TERM; exec "$@"' - \
-        "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task$given" "$script"
+    undisturbed 60 "$qsub" -v "HPC_TRAIN_QUEUED=$((count + 1)),HPC_TRAIN_TASK=$task$given" "$script"
 }
 queue_by submit
 trap '' TERM
-if [ -n "$terminated" ] && [ -n "$next" ] && ask && [ -n "$reason" ] && timeout -s KILL 5 "$qdel" "$next"; then
+if [ -n "$terminated" ] && [ -n "$next" ] && ask && [ -n "$reason" ] && undisturbed 5 "$qdel" "$next"; then
     why=$reason
     next=
 fi

@@ -195,8 +195,13 @@ if [ "$code" -eq 0 ]; then
     end
 fi
 
+undisturbed() { # SECONDS COMMAND: a signal to all processes of the job does not end it
+    # `timeout` has its command take signals that this shell ignores.
+    timeout -s KILL "$1" bash -c 'trap "" USR1 TERM; exec "$@"' - "${@:2}"
+}
 # SLURM's answer says whether the job is being cancelled, or comes back without this script.
-answer=$(timeout -s KILL 5 "$scontrol" show job --oneliner "$job" 2>/dev/null)
+ask() { answer=$(undisturbed 5 "$scontrol" show job --oneliner "$job" 2>/dev/null); }
+ask
 trap '' USR1 TERM # the next commands are not interrupted
 field() {
     local rest=" $answer"
@@ -206,10 +211,10 @@ field() {
         ;;
     esac
 }
+requeued() { [ "$(field Restarts)" -gt "${SLURM_RESTART_COUNT:-0}" ] 2>/dev/null; }
 state=$(field JobState)
-restarts=$(field Restarts)
 preempted=$(field PreemptTime)
-if [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then
+if requeued; then
     why="SLURM has queued the job again"
     end
 elif [ "$state" = RUNNING ] && [ "${preempted:-None}" != None ]; then
@@ -255,11 +260,15 @@ queue_by() { # COMMAND that queues the job: set next to the new job's id
 # A job that SLURM may queue again by itself is queued again by SLURM alone: a new one could be a second.
 if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
     why="\`scontrol requeue\` failed"
-    ! timeout -s KILL 60 "$scontrol" requeue "$job" || next=$job
+    undisturbed 60 "$scontrol" requeue "$job" && next=$job
+    if [ -z "$next" ]; then # a busy SLURM may have done it without an answer
+        ask
+        ! requeued || next=$job
+    fi
 else
     why="sbatch failed"
     unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
-    queue_by env HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}"
+    queue_by undisturbed 60 env HPC_TRAIN_QUEUED=$((count + 1)) "$sbatch" --parsable "${again_by[@]:1}"
 fi
 if [ -n "$next" ]; then
     why=

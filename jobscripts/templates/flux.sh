@@ -25,7 +25,7 @@ spell env "HPC_TRAIN_TASK=$task" "$flux" batch "$script"
 #% endblock %#
 #% block ask %#
 answer=
-[ -z "$terminated" ] || answer=$(timeout -s KILL 5 "$flux" --parent job eventlog "$own" 2>/dev/null) || answer=
+[ -z "$terminated" ] || answer=$(undisturbed 5 "$flux" --parent job eventlog "$own" 2>/dev/null) || answer=
 #= super()|trim =#
 #% endblock %#
 #% block reasons %#
@@ -38,5 +38,5 @@ answer=
 #% endblock %#
 #% block queue %#
 why="flux batch failed"
-queue_by env "HPC_TRAIN_QUEUED=$((count + 1))" "HPC_TRAIN_TASK=$task" timeout -s KILL 60 "$flux" --parent batch "$script"
+queue_by undisturbed 60 env "HPC_TRAIN_QUEUED=$((count + 1))" "HPC_TRAIN_TASK=$task" "$flux" --parent batch "$script"
 #% endblock %#

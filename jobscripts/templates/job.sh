@@ -154,6 +154,12 @@ if [ "$code" -eq 0 ]; then
     end
 fi
 
+#% if id_line %#
+undisturbed() { # SECONDS COMMAND: a signal to all processes of the job does not end it
+    # `timeout` has its command take signals that this shell ignores.
+    timeout -s KILL "$1" bash -c 'trap "" #= (early + late)|join(" ") =#; exec "$@"' - "${@:2}"
+}
+#% endif %#
 #% block ask %#
 trap '' #= (early + late)|join(" ") =# # the next commands are not interrupted
 #% endblock %#

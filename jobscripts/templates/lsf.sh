@@ -26,7 +26,7 @@ line+=" < $(printf %q "$script")"
 #% endblock %#
 #% block ask %#
 state=
-[ -z "$terminated" ] || state=$(timeout -s KILL 5 "$bjobs" -noheader -o stat "$job" 2>/dev/null) || state=
+[ -z "$terminated" ] || state=$(undisturbed 5 "$bjobs" -noheader -o stat "$job" 2>/dev/null) || state=
 #= super()|trim =#
 #% endblock %#
 #% block reasons %#
@@ -37,5 +37,5 @@ state=
 #% endblock %#
 #% block queue %#
 why="bsub failed"
-queue_by env "HPC_TRAIN_QUEUED=$((count + 1))" "HPC_TRAIN_TASK=$task" timeout -s KILL 60 "$bsub" <"$script"
+queue_by undisturbed 60 env "HPC_TRAIN_QUEUED=$((count + 1))" "HPC_TRAIN_TASK=$task" "$bsub" <"$script"
 #% endblock %#

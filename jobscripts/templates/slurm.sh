@@ -70,7 +70,8 @@ spell "${again_by[@]}"
 #% endblock %#
 #% block ask %#
 # SLURM's answer says whether the job is being cancelled, or comes back without this script.
-answer=$(timeout -s KILL 5 "$scontrol" show job --oneliner "$job" 2>/dev/null)
+ask() { answer=$(undisturbed 5 "$scontrol" show job --oneliner "$job" 2>/dev/null); }
+ask
 #= super()|trim =#
 field() {
     local rest=" $answer"
@@ -80,10 +81,10 @@ field() {
         ;;
     esac
 }
+requeued() { [ "$(field Restarts)" -gt "${SLURM_RESTART_COUNT:-0}" ] 2>/dev/null; }
 state=$(field JobState)
-restarts=$(field Restarts)
 preempted=$(field PreemptTime)
-if [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then
+if requeued; then
     why="SLURM has queued the job again"
     end
 elif [ "$state" = RUNNING ] && [ "${preempted:-None}" != None ]; then
@@ -110,10 +111,14 @@ if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
 #% if staging %#
     remove_copies # `scontrol requeue` ends this script at once
 #% endif %#
-    ! timeout -s KILL 60 "$scontrol" requeue "$job" || next=$job
+    undisturbed 60 "$scontrol" requeue "$job" && next=$job
+    if [ -z "$next" ]; then # a busy SLURM may have done it without an answer
+        ask
+        ! requeued || next=$job
+    fi
 else
     why="sbatch failed"
     unset SLURM_RESTART_COUNT # the new job has its own, which begins with 0
-    queue_by env HPC_TRAIN_QUEUED=$((count + 1)) timeout -s KILL 60 "$sbatch" --parsable "${again_by[@]:1}"
+    queue_by undisturbed 60 env HPC_TRAIN_QUEUED=$((count + 1)) "$sbatch" --parsable "${again_by[@]:1}"
 fi
 #% endblock %#

@@ -43,6 +43,14 @@ def up() -> Iterator[Slurm]:
             yield started
 
 
+@pytest.fixture(autouse=True)
+def queue_left_empty(up):
+    """A job that a failed test has left would take the next one's slots."""
+    yield
+    up.run(["scancel", "--user", "root"])
+    wait_until(lambda: not up.run(["squeue", "--noheader"]).stdout)
+
+
 class Job(NamedTuple):
     """A job that runs the script of `submit`, with a program that saves when it is asked to."""
 
@@ -125,7 +133,6 @@ def test_a_requeued_job_is_one_job(up, tmp_path):
         assert job.queued == [f"{job.number} RUNNING None"]
         assert up.job(job.number)["Restarts"] == "1"
         assert job.records[-1]["why"] == "SLURM has queued the job again"
-        job.cancel()
 
 
 def test_usr1_queues_a_job_again_once(up, tmp_path):
@@ -135,7 +142,6 @@ def test_usr1_queues_a_job_again_once(up, tmp_path):
         assert len(job.queued) == 1
         assert job.records[0]["next"] == job.queued[0].split()[0]
         assert up.state(job.number) == {"requeue": "RUNNING", "submit": "COMPLETED"}[mode]
-        job.cancel()
 
 
 @pytest.mark.long
@@ -149,7 +155,6 @@ def test_a_preempted_job_comes_back_once(up, tmp_path, partition):
     wait_until(lambda: job.started(2))
     assert job.queued == [f"{job.number} RUNNING None"]
     assert up.job(job.number)["Restarts"] == "1"
-    job.cancel()
 
 
 @pytest.mark.long
@@ -159,7 +164,6 @@ def test_sigterm_at_the_time_limit_queues_a_job_again_once(up, tmp_path, mode):
     up.end_in(job.number, 2)
     wait_until(lambda: job.started(2))
     assert len(job.queued) == 1
-    job.cancel()
 
 
 @pytest.mark.slow("SLURM has to notice that a host is gone")
@@ -172,7 +176,6 @@ def test_a_job_that_loses_a_node_comes_back_once(up, tmp_path):
         assert job.queued == [f"{job.number} RUNNING None"]
     finally:
         up.boot("node2")
-    job.cancel()
     wait_until(lambda: up.nodes()["node2"] == "idle")
 
 

@@ -38,6 +38,7 @@ esac
 case "$kind $(cat how 2>/dev/null)" in
     *" hanging") exec sleep 60 ;;
     "queue slow") touch queueing; sleep 0.5 ;;
+    "queue unanswered") sed -i s/Restarts=0/Restarts=1/ answer; exit 1 ;;
     *" failing") echo 'unable to contact the controller' | tee /dev/stderr; exit 1 ;;
     "ask late") sleep 3 ;;
 esac
@@ -131,8 +132,8 @@ class Shell:
         path = self.folder / "job.sh"
         batch = replace(PLAIN, scheduler=self.scheduler, script=str(path), **values)
         made = text(replace(batch, launcher=["bash", "-c", start]))
-        made = made.replace("timeout -s KILL 60 ", "timeout -s KILL 1 ")
-        path.write_text(made.replace("timeout -s KILL 5 ", f"timeout -s KILL {patience} "))
+        made = made.replace("undisturbed 60 ", "undisturbed 1 ")
+        path.write_text(made.replace("undisturbed 5 ", f"undisturbed {patience} "))
         return path
 
     def run(self, start: str, environ=None, **fields):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shlex
 import shutil
@@ -13,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpc_train.launch.batch import find_commands
@@ -64,6 +64,13 @@ def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> str:
     process.send_signal(number)
     text, _ = process.communicate(timeout=PATIENCE)
     return text
+
+
+def end_all(process: subprocess.Popen[str]) -> None:
+    """Send SIGTERM to all processes of a job, in whatever process groups they are."""
+    script = psutil.Process(process.pid)
+    for each in [*script.children(recursive=True), script]:
+        each.send_signal(signal.SIGTERM)
 
 
 def default_mode(shell: Shell) -> str:
@@ -211,11 +218,32 @@ def test_a_job_that_is_deleted_while_it_is_queued_again_does_not_come_back(pbs, 
         time.sleep(0.02)
     if walltime:
         pbs.walltime()
-    os.killpg(process.pid, signal.SIGTERM)
+    end_all(process)
     text, _ = process.communicate(timeout=PATIENCE)
     assert (pbs.folder / "new").exists() == walltime
     assert pbs.records[-1]["next"] == ("8" if walltime else "")
     assert ("the job was deleted: it is not queued again" in text) != walltime
+
+
+def test_a_signal_to_all_processes_does_not_end_the_command_that_queues_again(shell):
+    """SLURM ends a job that it requeues: `scontrol requeue` may not have its answer yet."""
+    process = shell.start("echo ready; exit 75", requeue_by=default_mode(shell))
+    shell.how("slow")
+    while not (shell.folder / "queueing").exists():
+        time.sleep(0.02)
+    if shell.scheduler == "pbs":
+        shell.walltime()
+    end_all(process)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert shell.records[-1]["next"] == ("7" if shell.scheduler == "slurm" else "8")
+
+
+def test_a_requeue_without_an_answer_is_looked_up(slurm):
+    done = slurm.run("echo unanswered >how; exit 75", requeue_by="requeue")
+    assert done.returncode == 0
+    assert slurm.records[-1]["next"] == "7"
+    assert "To continue" not in done.stdout
 
 
 def test_sigterm_from_elsewhere_does_not_queue_again(slurm):
@@ -260,7 +288,7 @@ def test_the_scheduler_has_five_seconds(shell):
     text = end(process)
     assert time.monotonic() - begin < 5
     assert "does not say why" not in text
-    assert "timeout -s KILL 5 " in (shell.folder / "job.sh").read_text()
+    assert "undisturbed 5 " in (shell.folder / "job.sh").read_text()
 
 
 @with_schedulers("well", "late", "failing", "hanging")

@@ -152,8 +152,12 @@ if [ "$code" -eq 0 ]; then
     end
 fi
 
+undisturbed() { # SECONDS COMMAND: a signal to all processes of the job does not end it
+    # `timeout` has its command take signals that this shell ignores.
+    timeout -s KILL "$1" bash -c 'trap "" USR1 TERM ALRM HUP; exec "$@"' - "${@:2}"
+}
 answer=
-[ -z "$terminated" ] || answer=$(timeout -s KILL 5 "$flux" --parent job eventlog "$own" 2>/dev/null) || answer=
+[ -z "$terminated" ] || answer=$(undisturbed 5 "$flux" --parent job eventlog "$own" 2>/dev/null) || answer=
 trap '' USR1 TERM ALRM HUP # the next commands are not interrupted
 if [ "$code" -ne 75 ]; then
     why="exit code $code"
@@ -188,7 +192,7 @@ queue_by() { # COMMAND that queues the job: set next to the new job's id
     fi
 }
 why="flux batch failed"
-queue_by env "HPC_TRAIN_QUEUED=$((count + 1))" "HPC_TRAIN_TASK=$task" timeout -s KILL 60 "$flux" --parent batch "$script"
+queue_by undisturbed 60 env "HPC_TRAIN_QUEUED=$((count + 1))" "HPC_TRAIN_TASK=$task" "$flux" --parent batch "$script"
 if [ -n "$next" ]; then
     why=
     resume_by=
