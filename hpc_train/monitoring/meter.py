@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hpc_train.mpi.phases import STEP_PHASES, WAIT
+from hpc_train.monitoring.records import SECONDS_OF
+from hpc_train.mpi.phases import STEP_PHASES
 from hpc_train.mpi.watch import Watch
-
-SECONDS_OF = {phase: f"{'comm' if phase == WAIT else phase}_seconds" for phase in STEP_PHASES}
-"""The keys of the phases' seconds in a record."""
 
 
 class Meter:

@@ -12,9 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train import files
+from hpc_train.mpi.phases import STEP_PHASES, WAIT
 
 LARGEST_BACKLOG = 1 << 24  # bytes that are kept to be written later; then new records are dropped
 PART_BYTES = 1 << 20  # of a file, which are read at once
+SECONDS_OF = {phase: f"{'comm' if phase == WAIT else phase}_seconds" for phase in STEP_PHASES}
+"""The keys of the phases' seconds in a record."""
+LOOP_KEYS = frozenset(SECONDS_OF.values()) | {
+    *("step", "epoch", "lr", "time", "memory_gb", "samples_per_second", "step_seconds"),
+    *("slow_rank", "slow_seconds", "restarts", "lost_steps"),
+    *("node_hours", "joules", "metered_node_hours", "samples_per_joule"),
+}
+"""The keys that records of a Loop have by themselves, but for the shares of a mixture."""
+TRAINER_KEYS = LOOP_KEYS | {
+    *("loss", "validation_loss", "grad_norm", "tokens_per_second", "tokens_per_joule"),
+    *("tflops", "mfu", "skipped_steps", "substituted_samples"),
+}
+"""The keys of the Trainer's records, but for the scores of validations and those shares."""
 
 logger = logging.getLogger(__name__)
 

@@ -80,7 +80,8 @@ def _others(keys: Sequence[str]) -> tuple[list[str], list[str]]:
     known = {plot.key for plot in KNOWN} | NO_PLOT
     others = [key for key in keys if key not in known]
     scores = [key for key in others if key.startswith("validation_")]
-    return scores, [key for key in others if key not in scores]
+    rest = [key for key in others if key not in scores]
+    return scores, sorted(rest, key=lambda key: key.startswith("mixture_share_"))  # may be many
 
 
 def _score(key: str) -> Plot:
@@ -132,11 +133,9 @@ def _rounded(values: Floats, digits: int = 5) -> list[float | int | None]:
 
 def _marks(source: RunSource, begin: float) -> list[dict[str, Any]]:
     """The restarts: at which step and time, how many steps were lost before, and why."""
-    starts = source.story.starts
+    trained = [start for start in source.story.starts if start.after is not None]
     marks = []
-    for before, start in pairwise(starts):
-        if start.after is None:
-            continue
+    for before, start in pairwise(trained):
         cause = before.cause or "no end was recorded"
         lost = f"; {plural(before.lost, 'step')} lost" if before.lost else ""
         marks.append(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from hpc_train.errors import UserError
 from hpc_train.files import parsed_object
+from hpc_train.monitoring.records import TRAINER_KEYS
 from hpc_train.report.decimation import BUCKETS, Decimation, Floats
 
 CHUNK = 1 << 22  # bytes that are read at once
@@ -20,7 +22,7 @@ AMOUNTS = {"samples": "samples_per_second", "tokens": "tokens_per_second"}
 """Amounts of data since the first step, and the keys that they are computed from."""
 RATES = (*AMOUNTS.values(), "tflops", "mfu")  # amounts per second, whose means are over time
 NO_CURVE = ("slow_rank", "epoch")  # numbers that stand for things, or say nothing
-MOST_KEYS = 64  # that have a curve; a record of ours has half as many
+MOST_KEYS = 64  # of scores that have a curve, and of other keys that the Trainer does not record
 
 
 class StepMeans:
@@ -68,7 +70,7 @@ class Metrics:
         decimation: what is kept of all numbers; `samples` and `tokens` are amounts since step 0.
         means: the means over the steps.
         keys: the keys that have a curve.
-        left_out: some of the keys beyond the first `MOST_KEYS`, which have none.
+        left_out: some of the keys beyond `MOST_KEYS`, which have none.
         damaged: number of lines that are no records.
         not_finite: for each key the number of records in which it is null, and the first and the
             last such step.
@@ -83,6 +85,7 @@ class Metrics:
         self.means = StepMeans()
         self.keys: set[str] = set()
         self.left_out: set[str] = set()
+        self._free = {True: MOST_KEYS, False: MOST_KEYS}  # places of scores, and of other keys
         self.damaged = 0
         self.not_finite: dict[str, tuple[int, float, float]] = {}
         self._file = (0, 0)  # device and inode of the file that was read up to `_position`
@@ -147,10 +150,7 @@ class Metrics:
 
     def _add(self, records: list[dict[str, Any]], steps: Floats) -> None:
         found = dict.fromkeys(key for some in {tuple(record) for record in records} for key in some)
-        new = [key for key in found if key not in self.keys and key not in NO_CURVE]
-        free = MOST_KEYS - len(self.keys)
-        self.keys.update(new[:free])
-        self.left_out.update(new[free : free + MOST_KEYS - len(self.left_out)])
+        self._choose_keys(found)
         columns = {}
         for key in found:
             if key in self.keys:
@@ -170,6 +170,20 @@ class Metrics:
         self.decimation.add(
             steps, {key: values for key, values in columns.items() if np.isfinite(values).any()}
         )
+
+    def _choose_keys(self, found: Iterable[str]) -> None:
+        """Choose which of the keys have a curve."""
+        for key in found:
+            if key in self.keys or key in NO_CURVE:
+                continue
+            score = key.startswith("validation_")
+            if key in TRAINER_KEYS:
+                self.keys.add(key)
+            elif self._free[score]:
+                self._free[score] -= 1
+                self.keys.add(key)
+            elif len(self.left_out) < MOST_KEYS:
+                self.left_out.add(key)
 
     def _find_nulls(
         self, key: str, records: list[dict[str, Any]], steps: Floats, values: Floats
@@ -201,10 +215,11 @@ def _identity(descriptor: int) -> tuple[int, int]:
 def _column(records: list[dict[str, Any]], key: str) -> Floats:
     """The numbers of a key; NaN where it is missing or no number."""
     values = [record.get(key) for record in records]
-    try:
-        return np.array(values, np.float64)
-    except (TypeError, ValueError, OverflowError):
-        return np.array([number(value) for value in values], np.float64)
+    with suppress(TypeError, ValueError, OverflowError):
+        column = np.array(values, np.float64)
+        if column.ndim == 1:  # not if all of them are equally long lists
+            return column
+    return np.array([number(value) for value in values], np.float64)
 
 
 def number(value: Any) -> float:

@@ -15,7 +15,8 @@ from hpc_train.errors import UserError
 from hpc_train.host.memory import PeakMemory
 from hpc_train.job.reporting import RunReport
 from hpc_train.job.slow_ranks import SlowRanks
-from hpc_train.monitoring.meter import SECONDS_OF, Meter
+from hpc_train.monitoring.meter import Meter
+from hpc_train.monitoring.records import LOOP_KEYS
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.phases import WAIT
@@ -28,10 +29,6 @@ from hpc_train.training.step_records import most_memory, start_event
 SEEN = ("data", WAIT, "save", "evaluation")
 """The phases that a loop of others has; what else its steps do, only their program knows."""
 ONE_NUMBER = "give numbers, or tensors with one element"
-OWN_KEYS = frozenset(SECONDS_OF.values()) | {
-    *("step", "epoch", "lr", "time", "memory_gb"),
-    *("node_hours", "joules", "metered_node_hours", "samples_per_joule"),
-}
 
 
 class LoopRecords:
@@ -120,7 +117,7 @@ class LoopRecords:
             raise UserError(
                 f"loop.record was called twice in step {step}", "call it at most once in a step"
             )
-        own = OWN_KEYS | shares_drawn(self.order, step).keys()
+        own = LOOP_KEYS | shares_drawn(self.order, step).keys()
         if taken := sorted(own & values.keys()):
             raise UserError(
                 f"loop.record was given {taken[0]}, which each record has by itself",

@@ -136,3 +136,20 @@ def test_a_file_with_thousands_of_keys_keeps_few(tmp_path):
     assert "loss" in found.decimation.curves
     assert len(found.decimation.curves) < 100
     assert found.left_out
+
+
+def test_our_own_keys_have_a_curve_however_many_others_there_are(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    others = {f"mixture_share_{number}": 0.01 for number in range(100)}
+    scored = {"validation_loss": 2.0, "validation_auc": 0.5}
+    write_lines(path, [others | record(1), others | record(2) | scored])
+    found = read(path)
+    assert record(1).keys() - {"epoch"} | scored.keys() <= found.decimation.curves.keys()
+    assert found.left_out <= others.keys()
+
+
+def test_lists_of_one_length_are_no_numbers(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [record(step, sizes=[1, 2]) for step in (1, 2)])
+    found = read(path)
+    assert (found.decimation.records, "sizes" in found.decimation.curves) == (2, False)

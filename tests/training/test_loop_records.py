@@ -12,7 +12,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpc_train.errors import Stopped, UserError
+from hpc_train.job import reporting
 from hpc_train.monitoring.energy_sources import FoundEnergy
+from hpc_train.monitoring.records import LOOP_KEYS
+from hpc_train.monitoring.slow_ranks import SlowRank
 from hpc_train.mpi.watch import Watch
 from hpc_train.training import costs
 from hpc_train.training.loop import Loop
@@ -136,7 +139,7 @@ def test_the_last_event_says_how_the_loop_ended(job, together, how, end):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lr": 1.0}, "loop.record was given lr, which each record has by itself"),
+        ({"step_seconds": 1.0}, "was given step_seconds, which each record has by itself"),
         ({"loss": "abc"}, "loop.record was given loss of type str"),
         ({"loss": 10**400}, "loop.record was given loss of type int"),
         ({"loss": torch.ones(3)}, r"loop.record was given loss of shape \(3,\)"),
@@ -149,6 +152,21 @@ def test_what_cannot_be_recorded_is_one_line(job, together, values, message):
     with pytest.raises(UserError, match=message):
         loop.record(**values)
     running.close()
+
+
+@pytest.mark.mpi
+def test_a_record_has_no_key_of_its_own_that_a_program_may_give(job, together, monkeypatch):
+    monkeypatch.setattr(costs, "find_energy", lambda: FoundEnergy([rising("rapl", "p", 5)]))
+    monkeypatch.setattr(reporting, "history", lambda after: {"restarts": 1, "lost_steps": 2})
+    running = steps(job, together)
+    loop, loss = next(running)
+    loop._records._slow.named = SlowRank(0, "load", 0.1, 0.2, "")
+    loop.record(loss=loss)
+    running.close()
+    job.world.barrier()
+    (record,) = lines(together / "metrics.jsonl")
+    assert {"joules", "slow_rank", "restarts"} < record.keys()
+    assert record.keys() - {"loss"} <= LOOP_KEYS
 
 
 @pytest.mark.mpi

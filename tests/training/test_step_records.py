@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.job import slow_ranks
 from hpc_train.monitoring.device_seconds import DeviceSeconds
+from hpc_train.monitoring.records import TRAINER_KEYS
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training import step_records
 from hpc_train.training.task import TrainingTask
@@ -76,6 +77,7 @@ def test_events_and_records_name_a_slow_rank_and_say_what_was_communicated(
     assert all(one["limit"] == start["link_inside"] for one in operations)
     record = read(together / "run", "metrics.jsonl")[-1]
     assert record["slow_rank"] == last
+    assert record.keys() <= TRAINER_KEYS
     assert 0.02 < record["slow_seconds"] <= record["step_seconds"]
 
 
