@@ -11,6 +11,7 @@ from typing import Any, Self
 from hpc_train.files import lines_of
 
 WITH_COSTS = ("metrics.jsonl", "events.jsonl")
+_PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))  # of units
 TAIL_BYTES = 1 << 16  # of each of these files, among whose lines the last costs mostly are
 
 
@@ -42,24 +43,40 @@ class SpentCosts:
         found = asdict(self)
         return found if self.joules else {"node_hours": self.node_hours}
 
+    @property
+    def metered_share(self) -> float:
+        """The share of the time in which the energy was read."""
+        return self.metered_node_hours / self.node_hours if self.node_hours else 0.0
+
     def describe(self) -> str:
         """The costs in words."""
-        hours = f"{self.node_hours:.3g} node-hours"
+        hours = f"{_in_three_digits(self.node_hours)} node-hours"
         if not self.joules:
             return f"{hours} so far; no energy was read"
         text = f"{hours} and {describe_joules(self.joules)} so far"
-        if (share := self.metered_node_hours / self.node_hours) < 0.995:
-            text += f"; the energy was read in {100 * share:.0f} % of the time"
-        return text
+        return f"{text}; the energy was {self.read_in}" if self.read_in else text
+
+    @property
+    def read_in(self) -> str:
+        """In which part of the time the energy was read, in words; "" if in all of it."""
+        share = self.metered_share
+        return f"read in {100 * share:.0f} % of the time" if self.joules and share < 0.995 else ""
 
 
 def describe_joules(joules: float) -> str:
-    """An energy in words, as in "3.1 MJ (0.86 kWh)"."""
-    size, unit = next(
-        ((size, unit) for size, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")) if joules >= size),
-        (1.0, "J"),
-    )
-    return f"{joules / size:.3g} {unit} ({joules / 3.6e6:.2g} kWh)"
+    """An energy in words, as in "3.1 MJ (861 Wh)"."""
+    return f"{prefixed(joules, 'J')} ({prefixed(joules / 3600, 'Wh')})"
+
+
+def prefixed(value: float, unit: str) -> str:
+    """A number in three digits with a prefix of its unit, as in "3.1 MJ"."""
+    value = float(f"{value:.3g}")  # before the prefix is chosen, else 999.9 kJ were 1000 kJ
+    prefix, size = next((one for one in _PREFIXES if abs(value) >= one[1]), ("", 1.0))
+    return f"{_in_three_digits(value / size)} {prefix}{unit}".rstrip()
+
+
+def _in_three_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def costs_in(directory: Path) -> SpentCosts:

@@ -14,6 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from hpc_train.errors import some_of
+from hpc_train.monitoring.spent import SpentCosts, prefixed
 from hpc_train.report.comparison import compare
 from hpc_train.report.curves import curves_of, keys_without_plot, plots_of
 from hpc_train.report.layout import layout_of
@@ -149,14 +150,25 @@ def _summary(sources: Sequence[RunSource]) -> dict[str, list[str]]:
             "model TFLOP/s": plain_number(source.mean("tflops")),
             "MFU": plain_number(source.mean("mfu"), 3),
             "node-hours": plain_number(source.costs.node_hours or None),
-            "energy": short_number(source.costs.joules or None, "J"),
-            "tokens per joule": plain_number(source.last("tokens") / source.costs.joules)
-            if source.costs.joules
-            else NO_VALUE,
+            "energy": _energy(source.costs),
+            "tokens per joule": _tokens_per_joule(source),
         }
         for heading, text in row.items():
             cells.setdefault(heading, []).append(text)
     return {heading: texts for heading, texts in cells.items() if set(texts) != {NO_VALUE}}
+
+
+def _energy(costs: SpentCosts) -> str:
+    words = (short_number(costs.joules or None, "J"), costs.read_in)
+    return ", ".join(word for word in words if word)
+
+
+def _tokens_per_joule(source: RunSource) -> str:
+    """The tokens by the energy; where that was not read it is taken to be as in the other time."""
+    costs = source.costs
+    if not costs.joules or not costs.metered_share:
+        return NO_VALUE
+    return plain_number(source.last("tokens") * min(1.0, costs.metered_share) / costs.joules)
 
 
 def share_of_limit(row: Mapping[str, Any]) -> str:
@@ -183,17 +195,12 @@ def plain_number(value: Any, digits: int = 4) -> str:
         return NOT_FINITE
     if not math.isfinite(value):
         return NO_VALUE
-    if value == int(value) and abs(value) < 1e7:
-        return str(int(value))
-    return f"{value:.{digits}g}"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def short_number(value: Any, unit: str = "") -> str:
     """A number with a prefix of its unit, such as 1.2 GB/s; a dash if there is none."""
     value = number(value)
-    if not math.isfinite(value):
-        return NO_VALUE
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}".strip()
+    return prefixed(value, unit) if math.isfinite(value) else NO_VALUE

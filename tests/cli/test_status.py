@@ -90,7 +90,7 @@ def test_the_status_tells_the_costs_and_the_schedulers_energy_if_no_other_is_kno
     cost = "    cost: 1.25 node-hours so far; no energy was read"
     assert cost in desk.run("status", "runs/my").stdout.splitlines()  # without accounting
     desk.scheduler("sacct", says="3000000\n100000\n")  # the job was requeued once
-    told = f"{cost}, and slurm accounts for 3.1 MJ (0.86 kWh)"
+    told = f"{cost}, and slurm accounts for 3.1 MJ (861 Wh)"
     assert told in desk.run("status", "runs/my").stdout.splitlines()
     assert "-j 1 " in desk.calls("sacct")[0]
     (run / "metrics.jsonl").write_text('{"step": 3, "node_hours": 1.5, "joules": 7.2e6}\n')
@@ -106,7 +106,7 @@ def test_the_costs_of_a_sweep_are_those_of_its_tasks(desk):
         task.mkdir()
         (task / "metrics.jsonl").write_text(json.dumps({"step": 1, "node_hours": 1.0} | told))
     cost = (
-        "    cost: 2 node-hours and 4 MJ (1.1 kWh) so far; the energy was read in 50 % of the time"
+        "    cost: 2 node-hours and 4 MJ (1.11 kWh) so far; the energy was read in 50 % of the time"
     )
     assert cost in desk.run("status", "runs/my").stdout.splitlines()
 

@@ -18,7 +18,9 @@ def test_the_start_of_a_large_job_tells_its_costs(tmp_path):
 @pytest.mark.parametrize(
     ("spent", "words"),
     [
-        (SpentCosts(1.25, 3.1e6, 1.25), "1.25 node-hours and 3.1 MJ (0.86 kWh) so far"),
+        (SpentCosts(1.25, 3.1e6, 1.25), "1.25 node-hours and 3.1 MJ (861 Wh) so far"),
+        (SpentCosts(1282.7, 3.1e10, 1282.7), "1,283 node-hours and 31 GJ (8.61 MWh) so far"),
+        (SpentCosts(1.0, 9.999e5, 1.0), "1 node-hours and 1 MJ (278 Wh) so far"),
         (SpentCosts(2.0, 7.2e6, 1.0), "2 node-hours and 7.2 MJ (2 kWh) so far; "
          "the energy was read in 50 % of the time"),
         (SpentCosts(0.5), "0.5 node-hours so far; no energy was read"),

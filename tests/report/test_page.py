@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.report.page import NO_VALUE, LiveReport, report_of
+from hpc_train.report.page import NO_VALUE, LiveReport, plain_number, report_of, short_number
 from tests.report.runs import BEGIN, Page, record, start, write_lines
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(1)> {{ 7*7 }} '\""
@@ -309,12 +309,46 @@ def test_a_run_without_an_option_has_no_place_on_its_axis_of_numbers(tmp_path):
 
 
 def test_the_costs_are_the_largest_that_are_told(tmp_path):
-    costs = {"node_hours": 1.5, "joules": 4000.0}
+    costs = {"node_hours": 1.5, "joules": 4000.0, "metered_node_hours": 1.5}
     write_lines(tmp_path / "metrics.jsonl", [record(1, node_hours=1.25, joules=3e3)])
     write_lines(tmp_path / "events.jsonl", [start(0, 0), {"event": "end", "step": 1} | costs])
     text = Page(report_of([tmp_path])).text
     for told in ("node-hours 1.5 ", "energy 4 kJ ", "tokens per joule 0.05 "):
         assert told in text
+
+
+def test_tokens_per_joule_are_those_of_the_time_in_which_energy_was_read(tmp_path):
+    records = [record(step, node_hours=step / 100) for step in range(1, 101)]
+    for one in records[90:]:
+        one |= {"joules": (one["step"] - 90) * 20.0, "metered_node_hours": one["node_hours"] - 0.9}
+    write_lines(tmp_path / "metrics.jsonl", records)
+    text = Page(report_of([tmp_path])).text  # 200 tokens and 20 J a step
+    for told in ("energy 200 J, read in 10 % of the time ", "tokens per joule 10 "):
+        assert told in text
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (12_345_678.0, "12,345,678"),
+        (1282.73, "1,283"),
+        (0.00061, "0.00061"),
+        (999.96, "1,000"),
+        (4.2e12 + 0.5, "4.2e+12"),
+    ],
+)
+def test_numbers_are_written_in_full_as_far_as_one_can_read_them(value, words):
+    assert plain_number(value) == words
+
+
+def test_a_prefix_is_chosen_for_the_number_that_is_shown():
+    values = (999.7e6, 1.5e15, 0.25, 2e18)
+    assert [short_number(value, "B") for value in values] == [
+        "1 GB",
+        "1.5 PB",
+        "0.25 B",
+        "2,000 PB",
+    ]
 
 
 def test_a_live_report_follows_a_run(tmp_path):
