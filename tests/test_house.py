@@ -30,6 +30,7 @@ OF_TORCH = {"_Normalize.forward"}
 OF_SCIKIT_LEARN = {"Classifier.__init__", "Regressor.__init__"}
 # Packages whose docstring lists some of their modules alone.
 LISTS_A_PART = {"launch/schedulers/__init__.py"}
+ENCODINGS_LATER = {"launch"}  # folders in which text files have no encoding yet
 TESTS = Path(__file__).parent
 # Folders of tests that belong to no module: whole programs, and the emulated cluster.
 WHOLE = {"cluster", "system"}
@@ -110,3 +111,31 @@ def test_tests_have_the_name_of_their_module():
         ):
             strays.append(str(path.relative_to(TESTS)))
     assert not strays
+
+
+def _without_encoding(tree):
+    """The lines that open text files in the encoding of the locale."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="files" | "os" | "writing"))):
+                continue
+            case ast.Call(func=ast.Attribute(attr="read_text" | "write_text")):
+                pass
+            case ast.Call(
+                func=ast.Attribute(attr="open"), args=[ast.Constant(value=str(mode)), *_]
+            ) if "b" not in mode:
+                pass
+            case _:
+                continue
+        if "encoding" not in (keyword.arg for keyword in node.keywords):
+            yield node.lineno
+
+
+def test_text_files_have_an_encoding():
+    """ruff's PLW1514 takes only what it infers for a path: not `(folder / name).read_text()`."""
+    found = {
+        module: [*_without_encoding(tree)]
+        for module, tree in MODULES.items()
+        if module.split("/")[0] not in ENCODINGS_LATER
+    }
+    assert not {module: lines for module, lines in found.items() if lines}

@@ -232,7 +232,9 @@ def fetch_archive(directory: Path) -> Path:
         SetupError: it could not be downloaded.
     """
     wanted = directory / "wanted.txt"
-    wanted.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{ARCHIVE_SHA256}\n")
+    wanted.write_text(
+        f"horovod=={HOROVOD_VERSION} --hash=sha256:{ARCHIVE_SHA256}\n", encoding="utf-8"
+    )
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
     command += ["--no-build-isolation", "--require-hashes", "-d", str(directory), "-r", str(wanted)]
     done = run_program(command)
@@ -277,16 +279,18 @@ def patch(source: Path, mpi: Mpi) -> None:
     """
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
         file = source / name
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         if "CMAKE_CXX_STANDARD 14" not in text:
             raise HpcTrainError(f"{file} does not have the line that the recipe changes")
-        file.write_text(text.replace("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17"))
+        file.write_text(
+            text.replace("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17"), encoding="utf-8"
+        )
     # horovod/torch/ -> site-packages/torch/lib, and -> the environment's lib/
     paths = [r"\$ORIGIN/../../torch/lib", r"\$ORIGIN/../../../.."]
     if not mpi.in_environment:
         paths += re.findall(r"-L\s*(\S+)", mpi.flags)
     run_path = ":".join(paths)
-    with (source / "horovod/torch/CMakeLists.txt").open("a") as cmake:
+    with (source / "horovod/torch/CMakeLists.txt").open("a", encoding="utf-8") as cmake:
         cmake.write(
             "\nset_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES SKIP_BUILD_RPATH ON)\n"
             f'target_link_options(${{PYTORCH_TARGET_LIB}} PRIVATE "LINKER:-rpath,{run_path}")\n'

@@ -80,7 +80,7 @@ def newest(path: Path) -> Path:
         raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
     folder = found[0].parent
     with suppress(OSError, ValueError):
-        named = folder / (folder / LATEST).read_text().strip()
+        named = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
         if named in found[1:]:
             logger.warning(
                 "%s has later files than %s, which %s names: give %s to have that one",
@@ -130,7 +130,7 @@ def start_candidates(directory: Path, source: str) -> list[Path]:
 def earlier_save_seconds(directory: Path) -> float:
     """Seconds that the longest save of an earlier process took; 0 if they are not known."""
     with suppress(OSError, ValueError):
-        seconds = float((directory / SAVE_SECONDS_FILE).read_text())
+        seconds = float((directory / SAVE_SECONDS_FILE).read_text(encoding="utf-8"))
         return seconds if 0 < seconds < math.inf else 0.0
     return 0.0
 
@@ -138,7 +138,7 @@ def earlier_save_seconds(directory: Path) -> float:
 def note_save_seconds(directory: Path, seconds: float) -> None:
     """Write down for the next start how long the longest save took."""
     with suppress(OSError):  # the next start can do without
-        (directory / SAVE_SECONDS_FILE).write_text(f"{seconds:.3f}\n")
+        (directory / SAVE_SECONDS_FILE).write_text(f"{seconds:.3f}\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
     text = report_of(runs)
     try:
         if out.exists() and not out.is_file():  # a pipe or a device, which has no other content
-            out.write_text(text)
+            out.write_text(text, encoding="utf-8")
         else:
             files.write_text(out.resolve(), text)
     except BrokenPipeError:  # the reader has all that it wants

@@ -21,15 +21,19 @@ def commit_of(folder: Path) -> str:
 def _head(git: Path) -> str:
     if git.is_file():  # a worktree or a submodule: the file says where its repository is
         git = git.parent / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
-    head = (git / "HEAD").read_text().strip()
+    head = (git / "HEAD").read_text(encoding="utf-8").strip()
     if not head.startswith("ref: "):
         return head
     name = head.removeprefix("ref: ")
-    common = git / (git / "commondir").read_text().strip() if (git / "commondir").exists() else git
+    common = (
+        git / (git / "commondir").read_text(encoding="utf-8").strip()
+        if (git / "commondir").exists()
+        else git
+    )
     for place in (git, common):
         if (place / name).is_file():
-            return (place / name).read_text().strip()
-    for line in (common / "packed-refs").read_text().splitlines():
+            return (place / name).read_text(encoding="utf-8").strip()
+    for line in (common / "packed-refs").read_text(encoding="utf-8").splitlines():
         commit, _, packed = line.partition(" ")
         if packed == name:
             return commit

@@ -65,12 +65,14 @@ class ProcessCounters:
 
     def _delayed(self) -> float:
         with suppress(OSError, ValueError, IndexError):
-            return int(self._schedule.read_text().split()[1]) / 1e9
+            return int(self._schedule.read_text(encoding="utf-8").split()[1]) / 1e9
         return math.nan
 
     def _stolen(self) -> float:
         with suppress(OSError, ValueError, IndexError):
-            lines = dict(line.split(" ", 1) for line in self._stat.read_text().splitlines())
+            lines = dict(
+                line.split(" ", 1) for line in self._stat.read_text(encoding="utf-8").splitlines()
+            )
             mine = [lines[f"cpu{number}"] for number in os.sched_getaffinity(0)]
             return sum(int(line.split()[7]) for line in mine) / TICKS
         return math.nan
@@ -82,7 +84,7 @@ def frequency(devices: Path = DEVICES) -> float:
     for number in os.sched_getaffinity(0):
         with suppress(OSError, ValueError):
             path = devices / f"cpu{number}/cpufreq/scaling_cur_freq"
-            found.append(1e3 * int(path.read_text()))
+            found.append(1e3 * int(path.read_text(encoding="utf-8")))
     return max(found, default=math.nan)
 
 
@@ -91,7 +93,11 @@ def temperature(sensors: Path = SENSORS) -> float:
     found = []
     for chip in sorted(sensors.glob("hwmon*")):
         with suppress(OSError, ValueError):
-            if (chip / "name").read_text().strip() in ("coretemp", "k10temp", "zenpower"):
+            if (chip / "name").read_text(encoding="utf-8").strip() in (
+                "coretemp",
+                "k10temp",
+                "zenpower",
+            ):
                 inputs = chip.glob("temp*_input")
-                found += [int(one.read_text()) / 1e3 for one in inputs]
+                found += [int(one.read_text(encoding="utf-8")) / 1e3 for one in inputs]
     return max(found, default=math.nan)

@@ -38,9 +38,12 @@ def _left(group: Path, root: Path, limit: str, usage: str) -> list[int]:
     around = [one for one in (group, *group.parents) if one == root or root in one.parents]
     for one in around:  # in a container the limit may be that of the root
         with suppress(OSError, ValueError):  # there is no limit
-            stat = dict(line.split() for line in (one / "memory.stat").read_text().splitlines())
-            used = int((one / usage).read_text()) - _dropped_at_need(stat)
-            found.append(int((one / limit).read_text()) - used)
+            stat = dict(
+                line.split()
+                for line in (one / "memory.stat").read_text(encoding="utf-8").splitlines()
+            )
+            used = int((one / usage).read_text(encoding="utf-8")) - _dropped_at_need(stat)
+            found.append(int((one / limit).read_text(encoding="utf-8")) - used)
     return found
 
 

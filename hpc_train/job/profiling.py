@@ -130,7 +130,7 @@ class Profiler:
         """Read and remove the request. Nothing is raised here, as others wait for the result."""
         path = self.folder / PROFILE_REQUEST
         try:
-            asked = json.loads(path.read_text())
+            asked = json.loads(path.read_text(encoding="utf-8"))
             files.remove(path)
             last = min(first + int(asked["steps"]) - 1, self.last_step)
             plan = ProfilePlan(first, last, str(asked["ranks"]), str(asked["request"]))

@@ -182,7 +182,7 @@ class Job:
         Raises:
             UserError: there is none yet.
         """
-        return log_of(self.run_dir, rank).read_text(errors="replace")
+        return log_of(self.run_dir, rank).read_text(encoding="utf-8", errors="replace")
 
     def cancel(self, *, now: bool = False) -> str:
         """Stop the run for good; returns a line that says what happens now.

@@ -191,6 +191,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _configured_steps(run: Path) -> int:
     with suppress(OSError, ValueError, yaml.YAMLError, TypeError, LookupError, RecursionError):
-        steps = yaml.safe_load((run / "config.yaml").read_text())["run"]["steps"]
+        text = (run / "config.yaml").read_text(encoding="utf-8")
+        steps = yaml.safe_load(text)["run"]["steps"]
         return steps if isinstance(steps, int) else 0
     return 0

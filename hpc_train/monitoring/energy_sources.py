@@ -157,7 +157,7 @@ def _rapl_zone(root: Path, zone: Path) -> EnergySource:
 
 def _name(folder: Path) -> str:
     try:
-        return (folder / "name").read_text().strip()
+        return (folder / "name").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return ""
 

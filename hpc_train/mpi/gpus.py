@@ -162,7 +162,9 @@ def _address(device: Path) -> list[int]:
 
 def _numa_node(root: Path, address: str) -> int:
     try:
-        return int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
+        return int(
+            (root / "sys/bus/pci/devices" / address / "numa_node").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
         return -1
 

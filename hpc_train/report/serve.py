@@ -55,7 +55,7 @@ POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; script-src"
 )
-LIVE = Path(__file__).with_name("live.js").read_text()
+LIVE = Path(__file__).with_name("live.js").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def read_run(directory: Path, nodes: int, warmup: int) -> MeasuredRun | None:
         warmup: number of steps at the start that do not count.
     """
     try:
-        told = json.loads((directory / PERFORMANCE).read_text())
+        told = json.loads((directory / PERFORMANCE).read_text(encoding="utf-8"))
         seconds = dict(told["seconds"])
         steps = tuple(seconds.pop("step")[warmup:])
         phases = {name: statistics.fmean(values[warmup:]) for name, values in seconds.items()}

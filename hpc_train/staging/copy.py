@@ -161,12 +161,12 @@ class Copy:
             for item in reversed(self.items):  # a new item changes the time of its folder
                 if item not in self._finished and not stat.S_ISLNK(item.mode):
                     _finish(self._path(item), item)
-            (self.folder / TABLE_FILE).write_text(to_text(self.items))
+            (self.folder / TABLE_FILE).write_text(to_text(self.items), encoding="utf-8")
 
     def whole(self) -> bool:
         """Whether the folder has a whole copy of exactly these items, perhaps with more."""
         try:
-            noted = (self.folder / TABLE_FILE).read_text()
+            noted = (self.folder / TABLE_FILE).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return False
         return noted == to_text(self.items) and all(

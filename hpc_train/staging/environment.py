@@ -49,7 +49,7 @@ def stays_behind(path: Path) -> Iterator[str]:
         yield "packages that the environment takes from its Python are not in it"
     for about in sorted(path.glob("lib/python*/site-packages/*.dist-info/direct_url.json")):
         # https://packaging.python.org/en/latest/specifications/direct-url
-        told = json.loads(about.read_text())
+        told = json.loads(about.read_text(encoding="utf-8"))
         if told.get("dir_info", {}).get("editable"):
             package = about.parent.name.partition("-")[0]
             folder = told["url"].removeprefix("file://")
@@ -59,7 +59,7 @@ def stays_behind(path: Path) -> Iterator[str]:
 def _settings(path: Path) -> dict[str, str]:
     if not (path / VENV).is_file():
         return {}
-    lines = (line.partition("=") for line in (path / VENV).read_text().splitlines())
+    lines = (line.partition("=") for line in (path / VENV).read_text(encoding="utf-8").splitlines())
     return {name.strip(): value.strip() for name, _, value in lines}
 
 

@@ -13,12 +13,16 @@ from hpc_train.trackers.source import TrackedRun
 class CsvFile:
     """Writes metrics.csv, from the first record on at each start.
 
+    The file of before stays until all records that there are have been written anew, so one that
+    cannot be passed on costs none of its rows.
+
     Args:
         run: the run.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         self.path = run.folder / "metrics.csv"
+        self._written = run.folder / ".metrics.csv.partial"  # `path` once that is replaced
         self.columns: list[str] = []
         self._rows: list[dict[str, Any]] = []
         self._fresh = True
@@ -40,19 +44,29 @@ class CsvFile:
         new = dict.fromkeys(key for row in self._rows for key in row if key not in self.columns)
         if self._fresh or new:
             self._widen([*self.columns, *new])
-        with self.path.open("a", newline="") as file:
+        with self._written.open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, self.columns, lineterminator="\n").writerows(self._rows)
         self._rows.clear()
 
+    def end_pass(self) -> None:
+        """Replace the file of before."""
+        if self._written != self.path:
+            files.rename(self._written, self.path)
+            self._written = self.path
+
     def _widen(self, columns: list[str]) -> None:
-        before = [] if self._fresh else list(csv.DictReader(io.StringIO(self.path.read_text())))
+        before: list[dict[str, Any]] = []
+        if not self._fresh:
+            before += csv.DictReader(io.StringIO(self._written.read_text(encoding="utf-8")))
         made = io.StringIO(newline="")
         writer = csv.DictWriter(made, columns, lineterminator="\n")
         if columns:
             writer.writeheader()
         writer.writerows(before)
-        files.write_text(self.path, made.getvalue())
+        files.write_text(self._written, made.getvalue())
         self.columns, self._fresh = columns, False
 
     def close(self) -> None:
-        """Do nothing, as nothing is open."""
+        """Remove what was not written to its end."""
+        if self._written != self.path:
+            files.remove(self._written)

@@ -38,6 +38,9 @@ class Sink(Protocol):
     def write_mark(self, mark: dict[str, Any]) -> None:
         """Make durable what was logged, and then the mark."""
 
+    def end_pass(self) -> None:
+        """Note that all records that there were by now have been logged and marked."""
+
     def close(self) -> None:
         """End."""
 
@@ -58,6 +61,9 @@ class MarkFile:
     def write_mark(self, mark: dict[str, Any]) -> None:
         """Write the mark."""
         files.write_text(self.path, json.dumps(mark) + "\n")
+
+    def end_pass(self) -> None:
+        """Do nothing."""
 
 
 def claim_folder(run: TrackedRun) -> None:
@@ -89,6 +95,10 @@ class Feed:
         name: the name of the tracker.
         sink: where the records go. `close` closes it.
 
+    Attributes:
+        step: the last step that was logged.
+        marked: the last step that counts for good.
+
     Raises:
         UserError: another process passes records to the same place.
         OSError: a file cannot be read or written.
@@ -107,7 +117,7 @@ class Feed:
             self._mark = {"start": starts[-1]["time"] if starts else None}
             self._path = run.path / "metrics.jsonl"
             self._file = self._path.open("rb")
-            sink.write_mark(self._mark | {"step": self.step})
+            self._write_mark()
         except BaseException:
             self.close()
             raise
@@ -134,8 +144,13 @@ class Feed:
                     self.sink.log(record)
                     self.step = record["step"]
                     count += 1
-            self.sink.write_mark(self._mark | {"step": self.step})
+            self._write_mark()
+        self.sink.end_pass()
         return count
+
+    def _write_mark(self) -> None:
+        self.sink.write_mark(self._mark | {"step": self.step})
+        self.marked = self.step
 
     def _step_of(self, record: dict[str, Any]) -> int:
         step = record.get("step", 0)

@@ -13,6 +13,7 @@ import json
 import os
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -26,6 +27,7 @@ RUNNING, SCHEDULED, FINISHED, FAILED = 1, 2, 3, 4  # as MLflow numbers them
 STATES = {"finished": FINISHED, "failed": FAILED, "stopped": SCHEDULED}
 JOB = 4  # MLflow's number of this kind of source
 LONGEST_PARAMETER = 6000  # characters that MLflow takes
+_META = "meta.yaml"  # says what a folder of the store is
 MARK = "hpc_train.mark"  # the tag that keeps the mark
 
 
@@ -68,7 +70,7 @@ class MLflowFiles:
     def __init__(self, run: TrackedRun, store: Path) -> None:
         self.run = run
         self.store = store.resolve()
-        self.experiment_id = str(_of_name(experiment()))
+        self.experiment_id = _id_of(experiment(), self.store)
         self.run_id = uuid.uuid5(uuid.NAMESPACE_URL, run.path.resolve().as_uri()).hex
         self.directory = self.store / self.experiment_id / self.run_id
         self._lines: dict[str, list[str]] = {}
@@ -85,7 +87,7 @@ class MLflowFiles:
         """Make the run if it is not there, and drop later steps. Returns the step."""
         for folder in ("metrics", "params", "tags", "artifacts"):
             (self.directory / folder).mkdir(parents=True, exist_ok=True)
-        meta = self.store / self.experiment_id / "meta.yaml"
+        meta = self.store / self.experiment_id / _META
         if not meta.exists():
             now = int(time.time() * 1000)
             about: dict[str, Any] = {
@@ -101,15 +103,16 @@ class MLflowFiles:
                 _drop_later(path, after)
         for folder, texts in (("params", parameters(self.run)), ("tags", tags(self.run))):
             for key, text in texts.items():
-                (self.directory / folder / key).write_text(text)
-        (self.directory / "artifacts" / "config.yaml").write_text(self.run.config_text)
-        self._write_meta(RUNNING)
+                (self.directory / folder / key).write_text(text, encoding="utf-8")
+        config = self.directory / "artifacts" / "config.yaml"
+        config.write_text(self.run.config_text, encoding="utf-8")
+        self._write_meta(RUNNING, None)
         return after
 
-    def _write_meta(self, status: int) -> None:
+    def _write_meta(self, status: int, ended: int | None) -> None:
         about: dict[str, Any] = {
             "artifact_uri": (self.directory / "artifacts").as_uri(),
-            "end_time": None if status in (RUNNING, SCHEDULED) else int(time.time() * 1000),
+            "end_time": None if status in (RUNNING, SCHEDULED) else ended,
             "entry_point_name": "",
             "experiment_id": self.experiment_id,
             "lifecycle_stage": "active",
@@ -124,7 +127,7 @@ class MLflowFiles:
             "tags": [],
             "user_id": os.environ.get("USER", ""),
         }
-        _write(self.directory / "meta.yaml", about)
+        _write(self.directory / _META, about)
 
     def log(self, record: dict[str, Any]) -> None:
         """Take a record."""
@@ -137,21 +140,40 @@ class MLflowFiles:
         for name, lines in self._lines.items():
             path = self.directory / "metrics" / name
             path.parent.mkdir(exist_ok=True)
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
         self._lines.clear()
         files.write_text(self.directory / "tags" / MARK, json.dumps(mark))
 
+    def end_pass(self) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """Say how the run has ended, if it has."""
         if self.directory.exists():
-            self._write_meta(STATES.get(self.run.state(), RUNNING))
+            state, ended = self.run.ending()
+            self._write_meta(STATES.get(state, RUNNING), ended)
 
 
-def _of_name(name: str) -> int:
-    """The number of an experiment: the same for each writer, so that none makes it twice."""
+def _id_of(name: str, store: Path) -> str:
+    """The id of an experiment: that which the store has, or else the same for each writer.
+
+    So no two writers make it twice.
+    """
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
-    return int.from_bytes(digest) + 10**17  # 18 digits, as MLflow makes them
+    own = str(int.from_bytes(digest) + 10**17)  # 18 digits, as MLflow makes them
+    if (store / own / _META).exists():
+        return own
+    there = (path.parent.name for path in sorted(store.glob(f"*/{_META}")) if _is_of(path, name))
+    return next(there, own)
+
+
+def _is_of(path: Path, name: str) -> bool:
+    """Whether a file is about the active experiment of a name."""
+    with suppress(OSError, ValueError, yaml.YAMLError, AttributeError):
+        about = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return bool(about.get("name") == name and about.get("lifecycle_stage") == "active")
+    return False
 
 
 def _write(path: Path, about: dict[str, Any]) -> None:

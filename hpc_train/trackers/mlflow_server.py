@@ -55,7 +55,7 @@ class MLflowServer:
     def begin(self, after: int) -> int:
         """Continue the run, or replace it if it has later steps. Returns the step it has."""
         if self.run_id and not self._has_later(after):
-            self.client.set_terminated(self.run_id, "RUNNING")
+            self.client.update_run(self.run_id, "RUNNING")
             return after
         if self.run_id:
             self.client.delete_run(self.run_id)
@@ -91,7 +91,11 @@ class MLflowServer:
             del self._metrics[:METRICS_AT_ONCE]
         self.client.log_batch(self.run_id, tags=[RunTag(MARK, json.dumps(mark))])
 
+    def end_pass(self) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """Say how the run has ended, if it has."""
-        if self.run_id and (state := NAMES_OF_STATES.get(self.run.state())):
-            self.client.set_terminated(self.run_id, state)
+        state, ended = self.run.ending()
+        if self.run_id and state in NAMES_OF_STATES:
+            self.client.set_terminated(self.run_id, NAMES_OF_STATES[state], ended)

@@ -38,7 +38,7 @@ class TrackedRun:
     def config_text(self) -> str:
         """The configuration as YAML; "" if there is none."""
         try:
-            return (self.path / "config.yaml").read_text()
+            return (self.path / "config.yaml").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
 
@@ -81,13 +81,19 @@ class TrackedRun:
             if isinstance(start.get("time"), int | float) and isinstance(start.get("after"), int)
         ]
 
-    def state(self) -> str:
-        """How the newest job of the run has ended; "running" if it has not."""
-        last = ""
+    def ending(self) -> tuple[str, int | None]:
+        """How the newest job of the run has ended, and when, in milliseconds since 1970.
+
+        The first is "running" if it has not ended, and the second None if that is not known.
+        """
+        last: dict[str, Any] = {}
         for event in self._events():
             if event.get("event") in ("start", "end"):
-                last = str(event.get("reason", ""))
-        return last or "running"
+                last = event
+        reason, when = str(last.get("reason") or "running"), last.get("time")
+        if reason == "running" or not isinstance(when, int | float):
+            return reason, None
+        return reason, int(when * 1000)
 
     def _events(self) -> Iterator[dict[str, Any]]:
         return lines_of(self.path / "events.jsonl")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from hpc_train.errors import plural
 from hpc_train.trackers.choose import make_sink
 from hpc_train.trackers.feed import Feed
 from hpc_train.trackers.source import TrackedRun
@@ -24,8 +27,8 @@ logger = logging.getLogger(__name__)
 class TrackerThread:
     """A thread that feeds one tracker.
 
-    It takes records from metrics.jsonl, so it keeps none in memory, and a record that a tracker did
-    not take is there for the next try.
+    It takes records from metrics.jsonl, so it keeps only their steps in memory, and a record that a
+    tracker did not take is there for the next try.
 
     Args:
         run: the run.
@@ -36,20 +39,27 @@ class TrackerThread:
     def __init__(self, run: TrackedRun, name: str, allowed: Callable[[], bool]) -> None:
         self.run, self.name, self.allowed = run, name, allowed
         self._feed: Feed | None = None
-        self._made = self._passed = 0
-        self._warned = False
+        self._left = array("q")  # the steps of records that the tracker did not have yet
+        self._marked = 0  # the last one that it has, while it has no feed
+        self._late = self._failing = False  # whether a warning has said so
         self._retry = 0.0
         self._wake, self._ending = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def tell(self) -> None:
-        """Say that there is one record more."""
-        self._made += 1
+    def tell(self, step: int) -> None:
+        """Say that there is a record of a step more."""
+        self._left.append(step)
         self._wake.set()
-        if self._made - self._passed > LATE and not self._warned:
-            self._warned = True
+        if self._count() > LATE and not self._late:
+            self._late = True
             logger.warning("%s has not taken %d records yet; training goes on", self.name, LATE)
+
+    def _count(self) -> int:
+        """The number of records that the tracker does not have yet."""
+        feed = self._feed
+        del self._left[: bisect_right(self._left, self._marked if feed is None else feed.marked)]
+        return len(self._left)
 
     def end(self) -> None:
         """Say that there is nothing more to come."""
@@ -59,12 +69,11 @@ class TrackerThread:
     def join(self, until: float) -> None:
         """Wait for the thread until a time of time.monotonic(). Say how many records it left."""
         self._thread.join(max(0.0, until - time.monotonic()))
-        left = self._made - self._passed
-        if left:
+        if left := self._count():
             logger.warning(
-                "%s lacks the last %d records: the next start of the run adds them, or "
-                "`hpc-train log export %s --to %s`",
-                *(self.name, left, self.run.path, self.name),
+                "%s lacks the last %s: `hpc-train log export %s --to %s` adds them, and so does "
+                "the next start of the run if it trains on",
+                *(self.name, plural(left, "record"), self.run.path, self.name),
             )
 
     def _loop(self) -> None:
@@ -84,26 +93,26 @@ class TrackerThread:
                 return
 
     def _pass_on(self) -> None:
-        made = self._made
         if self._feed is None:
             self._feed = Feed(self.run, self.name, make_sink(self.run, self.name))
         self._feed.pass_on()
-        self._passed = made
+        self._failing = False
 
     def _failed(self, error: Exception) -> None:
-        if not self._warned:
+        if not self._failing:
             logger.warning(
                 "%s fails (%s: %s); training goes on, and it is tried again",
                 *(self.name, type(error).__name__, error),
             )
-        self._warned = True
+        self._failing = True
         self._retry = time.monotonic() + RETRY_SECONDS
         with suppress(Exception):
             self._close()
 
     def _close(self) -> None:
-        feed, self._feed = self._feed, None
+        feed = self._feed
         if feed is not None:
+            self._marked, self._feed = feed.marked, None
             feed.close()
 
 
@@ -122,7 +131,7 @@ class Trackers:
     def listen(self, record: dict[str, Any]) -> None:
         """Note that a record was written."""
         for thread in self.threads:
-            thread.tell()
+            thread.tell(record["step"])
 
     def close(self) -> None:
         """Wait a moment for the trackers to take what is left."""

@@ -19,6 +19,7 @@ runs = client.search_runs([one.experiment_id for one in experiments])
 print(json.dumps([
     {
         "name": run.info.run_name, "status": run.info.status, "parameters": run.data.params,
+        "ended": run.info.end_time,
         "tags": run.data.tags,
         "metrics": {
             name: [[one.step, one.value, one.timestamp]
@@ -53,7 +54,8 @@ class MadeRun:
         for step in range(after + 1, last + 1):
             metrics.write(self.record(step))
         if ends:
-            events.write({"time": 0.0, "event": "end", "step": last, "reason": "finished"})
+            ended = {"time": 1000.0 * self.jobs + last, "event": "end", "step": last}
+            events.write(ended | {"reason": "finished"})
         metrics.close()
         events.close()
 

@@ -34,6 +34,9 @@ class Memory:
     def write_mark(self, mark):
         self.mark = mark
 
+    def end_pass(self):
+        pass
+
     def close(self):
         pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -31,10 +32,36 @@ def test_mlflow_reads_one_run_with_each_step_once(tmp_path):
     assert steps_and_losses(one["metrics"]["train/loss"]) == losses(run.path)
     assert one["metrics"]["validation/auc"] == [[4, 0.5, 2004000], [8, 0.5, 3008000],
                                                 [12, 0.5, 3012000]]  # fmt: skip
-    assert one["status"] == "FINISHED"
+    assert (one["status"], one["ended"]) == ("FINISHED", 3012000)
     assert one["parameters"]["optimizer.lr"] == "0.5"
     assert one["tags"]["mlflow.source.git.commit"] == "c0ffee"
-    assert found["other"]["status"] == "RUNNING"
+    assert (found["other"]["status"], found["other"]["ended"]) == ("RUNNING", None)
+
+
+def test_an_experiment_of_the_name_that_is_in_the_store_gets_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "store"))
+    others = {"1": "hpc_train", "2": "other", "3": "hpc_train"}
+    for number, name in others.items():
+        stage = "deleted" if number == "1" else "active"
+        path = tmp_path / f"store/{number}/meta.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{{name: {name}, lifecycle_stage: {stage}}}")
+    run = MadeRun(tmp_path / "run")
+    run.job(0, 2)
+    export_run(TrackedRun(run.path, run.path), "mlflow")
+    (made,) = (tmp_path / "store").glob("*/*/meta.yaml")
+    assert made.parent.parent.name == "3"
+
+
+def test_a_configuration_is_read_as_utf_8_in_any_locale(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "latin-1")
+    run = MadeRun(tmp_path / "run")
+    (run.path / "config.yaml").write_bytes("data: {path: /data/süß}".encode())
+    run.job(0, 2)
+    for tracker in ("mlflow", "csv"):
+        export_run(TrackedRun(run.path, run.path), tracker)
+    (path,) = run.path.glob("mlruns/*/*/params/data.path")
+    assert path.read_bytes().decode() == "/data/süß"
 
 
 EXPORTS_BY_CLIENT = """
@@ -46,7 +73,7 @@ from hpc_train.trackers.source import TrackedRun
 from tests.trackers.runs import MadeRun
 made = MadeRun(Path(sys.argv[1]))
 for after, last in ((0, 9), (9, 11), (5, 7)):
-    made.job(after, last)
+    made.job(after, last, ends=last == 7)
     run = TrackedRun(made.path, made.path)
     feed = Feed(run, "mlflow", MLflowServer(run))
     print(feed.pass_on())
@@ -66,6 +93,7 @@ def test_an_export_through_the_client_replaces_steps_that_were_computed_again(tm
     (one,) = of_mlflow(tmp_path / "store")
     assert steps_and_losses(one["metrics"]["train/loss"]) == losses(path)
     assert one["parameters"]["run.steps"] == "40"
+    assert (one["status"], one["ended"]) == ("FINISHED", 3007000)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import types
 
 import pytest
 
-from hpc_train.trackers import thread
+from hpc_train.trackers import feed, thread
 from hpc_train.trackers.source import TrackedRun
 from tests.trackers.runs import MadeRun
+from tests.waiting import wait_until
 
 
 class Own:
@@ -58,7 +60,7 @@ class Job:
         for step in range(first, last + 1):
             self.file.write(json.dumps(self.run.record(step)) + "\n")
             self.file.flush()
-            self.trackers.listen({})
+            self.trackers.listen({"step": step})
 
     def end(self):
         self.trackers.close()
@@ -109,10 +111,40 @@ def test_a_tracker_that_blocks_delays_neither_training_nor_its_end(
         one._thread.join(10)
 
 
+def test_a_slow_tracker_that_fails_then_says_why_and_what_it_really_lacks(
+    tmp_path, own, monkeypatch, caplog
+):
+    monkeypatch.setattr(thread, "LATE", 2)
+    monkeypatch.setattr(feed, "READ_BYTES", 200)
+    gate = threading.Event()
+    monkeypatch.setattr(Own, "blocks", gate)
+    monkeypatch.setattr(Own, "fails", 15)
+    job = Job(tmp_path / "run", [own])
+    job.log(1, 20)
+    gate.set()
+    job.end()
+    assert "own_trackers:Own has not taken 2 records yet" in caplog.text
+    assert "own_trackers:Own fails (RuntimeError: no route to the tracker)" in caplog.text
+    lacks = re.search(r"own_trackers:Own lacks the last (\d+) records", caplog.text)
+    assert 6 <= int(lacks[1]) < 10  # those since the last mark
+
+
+def test_a_tracker_that_fails_again_is_told_again(tmp_path, own, monkeypatch, caplog):
+    monkeypatch.setattr(thread, "RETRY_SECONDS", 0.0)
+    job = Job(tmp_path / "run", [own])
+    (one,) = job.trackers.threads
+    for step in range(1, 5):
+        monkeypatch.setattr(Own, "fails", step if step % 2 else None)
+        job.log(step, step)
+        wait_until(lambda fails=bool(step % 2): one._failing == fails, 20)
+    job.end()
+    assert caplog.text.count("fails (RuntimeError") == 2
+
+
 def test_a_job_that_lost_the_directory_writes_there_no_more(tmp_path):
     run = MadeRun(tmp_path / "run")
     run.job(0, 5)
     trackers = thread.Trackers(TrackedRun(run.path, run.path), ["csv"], lambda: False)
-    trackers.listen({})
+    trackers.listen({"step": 5})
     trackers.close()
     assert not (run.path / "metrics.csv").exists()

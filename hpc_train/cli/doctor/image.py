@@ -107,7 +107,7 @@ def _facts(container: Container) -> dict[str, Any]:
     """
     from hpc_train.launch.containers import PYTHON
 
-    text = Path(__file__).with_name("inside.py").read_text()
+    text = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
     code, out, err = _output(container.command([PYTHON, "-c", text], 1), {}, FACTS_SECONDS)
     with suppress(ValueError, IndexError):
         facts: dict[str, Any] = json.loads(out.splitlines()[-1])

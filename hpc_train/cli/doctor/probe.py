@@ -73,7 +73,9 @@ def _horovod() -> tuple[dict[str, Any] | None, str]:
         import horovod.torch as hvd
     except Exception as error:  # noqa: BLE001  # a wrong build can fail in many ways
         return None, " ".join(str(error).split())
-    metadata = json.loads(Path(horovod.__file__).with_name("metadata.json").read_text())
+    metadata = json.loads(
+        Path(horovod.__file__).with_name("metadata.json").read_text(encoding="utf-8")
+    )
     return {
         "version": horovod.__version__,
         "mpi": bool(hvd.mpi_built()),

@@ -301,7 +301,7 @@ def load_plan(
         recipe: how it is made.
         sound: whether what an entry describes is there. Other portions are made again.
     """
-    tree = json.loads((folder / PLAN).read_text())
+    tree = json.loads((folder / PLAN).read_text(encoding="utf-8"))
     for old in folder.glob("attempt-*"):
         shutil.rmtree(old)
     attempt = folder / f"attempt-{secrets.token_hex(8)}"
@@ -311,7 +311,7 @@ def load_plan(
     finished = set()
     for name in {portion.name for portion in portions} & entry_names(folder):
         path = made.entry(name)
-        if sound(made, json.loads(path.read_text())):
+        if sound(made, json.loads(path.read_text(encoding="utf-8"))):
             finished.add(name)
         else:
             files.remove(path)

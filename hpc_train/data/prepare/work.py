@@ -277,7 +277,7 @@ def finish(preparation: Preparation[TokenRecipe]) -> Manifest:
     """
     with writing_to(preparation.target):
         entries = [
-            json.loads(preparation.entry(portion.name).read_text())
+            json.loads(preparation.entry(portion.name).read_text(encoding="utf-8"))
             for portion in preparation.portions
         ]
         left_out = sorted({path for entry in entries for path in entry["left_out"]})

@@ -58,7 +58,9 @@ def begin_rows(request: TableRequest, folder: Path) -> Preparation[TableRequest]
     """Plan to parse the rows of all portions. Rank 0 calls, when all quotes are counted."""
 
     def plan() -> Planned:
-        portions = [portion_of_row(row) for row in json.loads((folder / CUT).read_text())]
+        portions = [
+            portion_of_row(row) for row in json.loads((folder / CUT).read_text(encoding="utf-8"))
+        ]
         names, entries = stage_entries(folder / "quotes")
         of_name = dict(zip(names, entries, strict=True))
         none = {"quotes": 0}

@@ -95,7 +95,7 @@ def _keys(folder: Path, request: TableRequest) -> list[int]:
         file.path: os.path.relpath(path, common)
         for file, path in zip(request.files, paths, strict=True)
     }
-    cut = json.loads((folder / CUT).read_text())
+    cut = json.loads((folder / CUT).read_text(encoding="utf-8"))
     portions = [portion_of_row(row) for row in cut]
     return [portion_key(below[one.file.path], one.begin) for one in portions]
 
@@ -127,7 +127,7 @@ def _recipe(
             "share": sampled_share(total * (1 - request.options.validation)),
         }
         files.write_text(folder / SPLIT, json.dumps(tree))
-    tree = json.loads((folder / SPLIT).read_text())
+    tree = json.loads((folder / SPLIT).read_text(encoding="utf-8"))
     split = RowSplit(request.schema, request.options.validation, tree["cut"])
     return RowsRecipe(request, rows, split, tree["share"])
 

@@ -76,8 +76,10 @@ def _is_sound(preparation: Preparation[Any], entry: Any) -> bool:
 
 def stage_entries(folder: Path) -> tuple[list[str], list[Any]]:
     """The names and the entries of a finished stage's portions, in their order."""
-    names = [row[0] for row in json.loads((folder / PLAN).read_text())["portions"]]
-    return names, [json.loads((folder / f"{name}.json").read_text()) for name in names]
+    names = [row[0] for row in json.loads((folder / PLAN).read_text(encoding="utf-8"))["portions"]]
+    return names, [
+        json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in names
+    ]
 
 
 def finish_portion(dealing: Dealing[Any], portion: ShardPortion, name: str, tree: Any) -> None:
