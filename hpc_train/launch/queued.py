@@ -107,10 +107,15 @@ def check_tasks(run: Path, tasks: Mapping[int, Sequence[str]]) -> None:
 
 
 def read_tasks(run: Path) -> dict[str, list[str]]:
-    """The options of each task of a sweep, by its number."""
-    with suppress(OSError, ValueError):
-        return dict(json.loads((run / TASKS).read_text()))
-    return {}
+    """The options of each task of a sweep, by its number; none that cannot be read."""
+    tree: dict[str, Any] = {}
+    with suppress(OSError):
+        tree = files.parsed_object((run / TASKS).read_bytes()) or {}
+    return {
+        number: [str(word) for word in words]
+        for number, words in tree.items()
+        if number.isdecimal() and isinstance(words, list)
+    }
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class Compared:
         rows = self.rows[:MOST_LINES]
         axes: list[dict[str, Any]] = []
         for number, key in enumerate(self.options):
-            words = [options[number] for _, options, _ in rows]
+            words = [options[number][:200] for _, options, _ in rows]
             axes.append({"label": key, "values": _numbers(words) or words})
         axes = [axis for axis in axes if _differ(axis["values"])][:MOST_OPTIONS]
         for number in reversed(range(len(self.results))):

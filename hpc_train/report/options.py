@@ -26,7 +26,8 @@ class _Short(Repr):
 def read_config(run: Path) -> tuple[str, dict[str, str]]:
     """The text of a run's configuration, and its values by dotted key; both empty if there is none.
 
-    A value is a text, as YAML writes it.
+    A value is a text, as YAML writes it. The elements of a long list have keys of their own, by
+    their numbers: data.path.22.weight.
     """
     try:
         text = (run / "config.yaml").read_text(encoding="utf-8", errors="replace")
@@ -49,6 +50,9 @@ def _flat(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, str]]:
     if isinstance(tree, dict) and tree and depth < 20:
         for key, value in tree.items():
             yield from _flat(value, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+    elif isinstance(tree, list) and depth < 20 and "..." in _word(tree):  # else two would be alike
+        for number, value in enumerate(tree):
+            yield from _flat(value, f"{prefix}.{number}" if prefix else str(number), depth + 1)
     elif prefix:
         yield prefix, _word(tree)
 
@@ -56,7 +60,7 @@ def _flat(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, str]]:
 def _word(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return str(value)[:200] if isinstance(value, str) else _Short().repr(value)
+    return value if isinstance(value, str) else _Short().repr(value)
 
 
 def config_differences(configs: Sequence[dict[str, str]]) -> dict[str, list[str]]:

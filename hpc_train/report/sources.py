@@ -108,7 +108,9 @@ class RunSource:
         starts, last = self.story.starts, self.last("time")
         if starts and starts[-1].ended is not None and not self.runs:
             return starts[-1].cause or "ended"
-        ago = max(0.0, time.time() - last)
+        ago = max(0.0, time.time() - last) if math.isfinite(last) else math.inf
+        if self.runs is None and not starts and not self.metrics.decimation.records:
+            return "no start is recorded"
         unknown = self.runs is None and ago < RECENT_SECONDS
         words = ["running" if self.runs else "no end is recorded"] if not unknown else []
         if math.isfinite(last):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from hpc_train.report.options import config_differences, read_config, words_as_options
@@ -33,6 +35,20 @@ def test_aliases_that_multiply_are_cut(tmp_path):
     lines += [f"a{n}: &a{n} {{l: *a{n - 1}, r: *a{n - 1}}}" for n in range(1, 40)]
     (tmp_path / "config.yaml").write_text("\n".join(lines))
     assert len(read_config(tmp_path)[1]) == 2000
+
+
+def test_long_values_are_compared_to_their_ends(tmp_path):
+    for name, weight in (("a", 1), ("b", 2)):
+        weights = [1] * 22 + [weight] + [1] * 7
+        parts = [{"path": f"set{number}", "weight": one} for number, one in enumerate(weights)]
+        (tmp_path / name).mkdir()
+        tree = {"data": {"path": parts, "name": "x" * 300 + name}}
+        (tmp_path / name / "config.yaml").write_text(json.dumps(tree))
+    configs = [read_config(tmp_path / name)[1] for name in ("a", "b")]
+    assert config_differences(configs) == {
+        "data.path.22.weight": ["1", "2"],
+        "data.name": ["x" * 300 + "a", "x" * 300 + "b"],
+    }
 
 
 def test_the_options_of_a_task():

@@ -183,6 +183,7 @@ def test_a_run_that_has_not_begun_to_train_has_a_page(tmp_path):
     (tmp_path / "logs").mkdir()
     page = Page(report_of([tmp_path]))
     assert "has no records in metrics.jsonl yet" in page.text
+    assert "state no start is recorded " in page.text
     assert page.data["plots"] == []
 
 
@@ -287,6 +288,17 @@ def test_a_sweep_is_compared_by_its_options_the_best_first(tmp_path):
     assert found["axes"][-1]["label"] == "last loss"
     assert axes["last loss"] == [1, 2, 3, None]
     assert "last step" not in axes, "it is the same for all"
+
+
+def test_damaged_options_of_tasks_are_left_out(tmp_path):
+    for number in range(2):
+        write_lines(tmp_path / f"task-{number}/metrics.jsonl", [record(1, loss=1.0 + number)])
+    for text, shown in (
+        ("null", "run last loss"),
+        ('{"0": 5, "1": ["--lr=2"]}', "run lr last loss"),
+    ):
+        (tmp_path / "tasks.json").write_text(text)
+        assert f"{shown} " in Page(report_of([tmp_path])).text
 
 
 def test_runs_without_records_are_compared_by_their_options(tmp_path):
