@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import secrets
@@ -322,7 +323,13 @@ class Checkpoints:
             return
         self._check()
         try:
-            files.write_text(self.directory / LATEST, path.name + "\n")
+            try:
+                files.write_text(self.directory / LATEST, path.name + "\n")
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self._drop_old(step)  # which gives LATEST its room
+                files.write_text(self.directory / LATEST, path.name + "\n")
             self._drop_old(step)
         except (OSError, CheckpointUnreadable) as error:  # the checkpoint is complete without it
             logger.warning("%s is complete; bringing its folder up to date: %s", path, error)
