@@ -131,15 +131,16 @@ class Checkpoints:
         if step == self.saved_step:
             return path
         phases = self._saving(path, step, background=background)
-        if background:
-            self._background = step, BackgroundSave(phases, self.group)
-        else:
-            begin = time.monotonic()
-            try:
+        begin = time.monotonic()
+        try:
+            if background:
+                self._background = step, BackgroundSave(phases, self.group)
+            else:
                 carry_out(phases)
-            finally:
-                seconds = time.monotonic() - begin
-                self.longest_save = max(self.longest_save, seconds)
+        finally:
+            seconds = time.monotonic() - begin
+            self.longest_save = max(self.longest_save, seconds)
+        if not background:
             self._saved(step, seconds)
         return path
 
