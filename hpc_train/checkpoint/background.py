@@ -29,6 +29,7 @@ Work = Callable[[], Any]  # the work of one rank in one phase
 PhaseOutcome = tuple[Any, Exception | None]  # the work's result, or its error
 Phases = Generator[Work, PhaseOutcome, T]
 Kept = tuple[int, Bytes] | None  # an extent with its number, or nothing in this round
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def agree(group: Group, work: Callable[[], T]) -> Phases[T]:
@@ -138,8 +139,11 @@ def enough_memory(what: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # torch's allocators raise a RuntimeError whose text has the word.
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+        # torch's allocators raise a RuntimeError with one of these texts. Other errors have the
+        # word, too: "an illegal memory access was encountered".
+        if not isinstance(error, MemoryError) and not any(
+            text in str(error) for text in _NO_MEMORY
+        ):
             raise
         raise CheckpointError(
             f"there is no memory for {what} of a checkpoint ({first_line(error)})",

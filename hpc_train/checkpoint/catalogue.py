@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from typing import Any
 from hpc_train import files
 from hpc_train.checkpoint.fileformat import FileMap
 from hpc_train.checkpoint.reading import read_header
-from hpc_train.errors import CheckpointError, CheckpointMismatch
+from hpc_train.errors import CheckpointError, CheckpointMismatch, plural
 
 logger = logging.getLogger(__name__)
 
 LATEST = "LATEST"  # the file that names the checkpoint that was completed last
 SAVE_SECONDS_FILE = ".save-seconds"  # tells the next start how long the longest save took
+_NAME = re.compile(r"step-\d{9,}\.safetensors")
 
 
 def step_of(path: Path) -> int:
@@ -51,9 +53,12 @@ def find_checkpoints(directory: Path, source: str) -> list[Path]:
         return [newest(Path(source))]
     if not directory.is_dir():
         return []
-    named = re.compile(r"step-\d{9,}\.safetensors")
-    found = (path for path in directory.iterdir() if named.fullmatch(path.name) and path.is_file())
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(filter(Path.is_file, _named_in(directory)), key=step_of, reverse=True)
+
+
+def _named_in(directory: Path) -> list[Path]:
+    """What has a checkpoint's name in a folder, whether it is a file or not."""
+    return [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
 
 
 def checkpoints_in(run: Path) -> list[Path]:
@@ -79,15 +84,51 @@ def newest(path: Path) -> Path:
     if not found:
         raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
     folder = found[0].parent
-    with suppress(OSError, ValueError):
-        named = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
-        if named in found[1:]:
-            logger.warning(
-                "%s has later files than %s, which %s names: give %s to have that one",
-                *(folder, named.name, LATEST, found[0]),
-            )
-            return named
+    _tell_gone(folder, found)
+    named = _latest(folder)
+    if named is not None and named in found[1:]:
+        logger.warning(
+            "%s has later files than %s, which %s names: give %s to have that one",
+            *(folder, named.name, LATEST, found[0]),
+        )
+        return named
     return found[0]
+
+
+def _latest(folder: Path) -> Path | None:
+    """What the file LATEST of a folder names; None if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+    return None
+
+
+def _tell_gone(folder: Path, found: list[Path]) -> None:
+    """Warn if the latest checkpoint of a folder is gone. One that is older is not missed.
+
+    Args:
+        folder: the folder, which need not exist.
+        found: the checkpoints that are there, newest first.
+
+    Raises:
+        CheckpointMismatch: all are gone.
+    """
+    named = _named_in(folder) if folder.is_dir() else []  # a link may lead nowhere
+    if latest := _latest(folder):
+        named.append(latest)
+    gone = [path for path in named if _NAME.fullmatch(path.name) and not path.is_file()]
+    if not gone:
+        return
+    last = max(gone, key=step_of)
+    if not found:
+        traces = " and ".join(str(p) for p in (folder / LATEST, last) if os.path.lexists(p))
+        raise CheckpointMismatch(
+            f"the checkpoints of {folder} are gone, up to {last.name}",
+            f"restore them, or remove {traces} to start again",
+        )
+    lost = step_of(last) - step_of(found[0])
+    if lost > 0:
+        told = "%s is gone, and with it %s: the newest checkpoint there is %s"
+        logger.warning(told, last, plural(lost, "step"), found[0].name)
 
 
 def _check_no_text(path: Path) -> None:
@@ -112,9 +153,11 @@ def start_candidates(directory: Path, source: str) -> list[Path]:
 
     Raises:
         CheckpointMismatch: the folder has checkpoints, and the source is "none" or one of them that
-            is not the newest. Or the source does not exist, or has no checkpoints.
+            is not the newest. Or the folder had checkpoints, and all are gone. Or the source does
+            not exist, or has no checkpoints.
     """
     own = find_checkpoints(directory, "auto")
+    _tell_gone(directory, own)
     if source == "auto":
         return own
     given = [] if source == "none" else find_checkpoints(directory, source)
@@ -122,7 +165,7 @@ def start_candidates(directory: Path, source: str) -> list[Path]:
     if own and (source == "none" or (inside and not own[0].samefile(given[0]))):
         raise CheckpointMismatch(
             f"{directory} has checkpoints beyond this start, up to {own[0].name}",
-            "give another directory, or move them away",
+            f"give another directory, or move them and {LATEST} away",
         )
     return own or given
 

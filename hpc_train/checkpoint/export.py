@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from hpc_train import files
 from hpc_train.checkpoint.fileformat import Contents, TensorForm, torch_dtypes
 from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.parts import as_bytes
-from hpc_train.checkpoint.weights import selected
-from hpc_train.errors import ConfigError
+from hpc_train.checkpoint.weights import check_patterns, selected
+from hpc_train.errors import ConfigError, some_of
 
 SUFFIXES = (".safetensors", ".pt")
 _Change: TypeAlias = Callable[[Tensor], Tensor]
@@ -35,8 +34,9 @@ def export_model(
 
     Adapters (`hpc_train.models.lora`) are merged into the weights. One tensor at a time is in
     memory. For .pt the folder needs room for the tensors twice. It has a tensor with several names
-    under each of them, in one memory. In .safetensors such a tensor has its first name only, and
-    numbers of complex128 are pairs of float64.
+    under each of them, in one memory, and what modules keep beside tensors (`get_extra_state`). In
+    .safetensors such a tensor has its first chosen name only, and numbers of complex128 are pairs
+    of float64.
 
     Args:
         path: a checkpoint.
@@ -52,8 +52,8 @@ def export_model(
         Type and shape of each tensor that was written, by name, as .safetensors has it.
 
     Raises:
-        ConfigError: the target has another suffix, exists, or cannot be written. Or the patterns
-            leave no tensor.
+        ConfigError: the target has another suffix, exists, or cannot be written. Or a pattern
+            matches no name, or the patterns leave no tensor.
         CheckpointError: the checkpoint is damaged.
     """
     if target.suffix not in SUFFIXES:
@@ -61,43 +61,74 @@ def export_model(
     if target.exists():
         raise ConfigError(f"{target} exists", "give another --out, or move it away")
     saved = MergedTensors(path)
-    names = list(saved.entries)
-    chosen = [name for name in names if selected(name, include, exclude)]
-    if not chosen:
-        raise ConfigError(
-            f"no tensor of {path} is left to export", f"its first ones are {', '.join(names[:3])}"
-        )
-    kinds = {name: None if name in saved.pairs else dtype for name in chosen}
+    extra = saved.extra if target.suffix == ".pt" and convert is None else {}
+    own = _names_to_write(saved, extra, include, exclude)
+    kinds = {name: None if name in saved.pairs else dtype for name in own}
     sources: dict[str, tuple[str, _Change]] = {}
     forms: dict[str, TensorForm] = {}
-    for name in chosen:
-        new, change = (name, _same) if convert is None else convert(name)
+    for name, (first, *_) in own.items():
+        new, change = (first, _same) if convert is None else convert(first)
         entry = saved.entries[name]
         empty = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
         empty = change(_as(empty, kinds[name]))
         forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (name, change)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for new, (name, change) in sources.items():  # in the file's order, to read it once
+        for new, (name, change) in sources.items():
             yield new, change(_as(saved[name], kinds[name]))
 
-    further = {n: first for n, first in saved.further.items() if selected(n, include, exclude)}
-    write_tensors(forms, tensors(), target, functools.partial(_complete, saved.pairs, further))
+    def complete(written: dict[str, Any]) -> None:
+        """Give a state dict its complex numbers, further names, and what is beside tensors."""
+        for new, (name, _) in sources.items():
+            if name in saved.pairs:
+                written[new] = torch.view_as_complex(written[new].clone())  # which is aligned
+            if convert is None:
+                written.update(dict.fromkeys(own[name], written[new]))
+        written.update({n: value for n, value in extra.items() if selected(n, include, exclude)})
+
+    write_tensors(forms, tensors(), target, complete)
     return forms
 
 
-def _complete(pairs: Set[str], further: Mapping[str, str], tensors: dict[str, Tensor]) -> None:
-    """Give a state dict its complex numbers, and the further names of its tensors."""
-    for name in pairs & tensors.keys():
-        tensors[name] = torch.view_as_complex(tensors[name].clone())  # which is aligned
-    tensors.update({n: tensors[first] for n, first in further.items() if first in tensors})
+def _names_to_write(
+    saved: MergedTensors, extra: Collection[str], include: Sequence[str], exclude: Sequence[str]
+) -> dict[str, list[str]]:
+    """The chosen names of each tensor, by its first name, in the file's order, to read it once.
+
+    Args:
+        saved: the tensors.
+        extra: the names of what is written beside tensors.
+        include: as for `export_model`.
+        exclude: as for `export_model`.
+
+    Raises:
+        ConfigError: a pattern matches no name, or no tensor is left.
+    """
+    names = {name: [name] for name in saved.entries}
+    for name, first in saved.further.items():
+        if first in names:
+            names[first].append(name)
+    every = [name for own in names.values() for name in own]
+    for option, patterns in (("--include", include), ("--exclude", exclude)):
+        check_patterns(option, patterns, [*every, *extra])
+    chosen = {
+        first: kept
+        for first, own in names.items()
+        if (kept := [name for name in own if selected(name, include, exclude)])
+    }
+    if not chosen:
+        raise ConfigError(
+            f"no tensor of {saved.saved.path} is left to export",
+            f"its first ones are {some_of(every)}",
+        )
+    return chosen
 
 
 def write_tensors(
     forms: Mapping[str, TensorForm],
     tensors: Iterator[tuple[str, Tensor]],
     target: Path,
-    complete: Callable[[dict[str, Tensor]], None] = lambda written: None,
+    complete: Callable[[dict[str, Any]], None] = lambda written: None,
 ) -> None:
     """Write tensors to a file that is complete or does not exist. One at a time is in memory.
 

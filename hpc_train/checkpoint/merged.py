@@ -25,6 +25,7 @@ class MergedTensors:
         about: the checkpoint's `about`.
         pairs: the names of tensors of complex128, which are pairs of float64 here.
         further: further names of tensors, each with the first name.
+        extra: what modules keep beside tensors (`get_extra_state`), by its name in `state_dict`.
         adapters: the adapters that are merged, if the model has any.
         entries: the tensors but for those of adapters, by name, in the file's order.
 
@@ -36,6 +37,7 @@ class MergedTensors:
         self.saved = Tensors(path)
         state = self.saved.state()
         self.about: Mapping[str, Any] = state.get("about", {})
+        self.extra: Mapping[str, Any] = state.get("extra_state", {})
         told = {n.removeprefix(MODEL): value for n, value in state.get("model", {}).items()}
         self.pairs = {name for name, value in told.items() if value == COMPLEX}
         self.further = {n: v.removeprefix(MODEL) for n, v in told.items() if v != COMPLEX}

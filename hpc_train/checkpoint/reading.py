@@ -31,6 +31,11 @@ LASTING = frozenset(  # errors that a further attempt does not mend
 ZIP = b"PK\x03\x04"  # the first bytes of what torch.save writes
 PIECE = 1 << 20  # bytes read at once: they are still in the core's cache when they are hashed
 BROKEN = "it is damaged: use an older one, or delete it"
+UNREADABLE = "it need not be damaged: look after the file system, and start again"
+GONE = (
+    "if a run has removed it, as newer checkpoints are kept, give a newer one; otherwise see that "
+    "this host has its folder"
+)
 
 
 def patiently(path: Path, work: Callable[[int], T]) -> T:
@@ -53,7 +58,7 @@ def patiently(path: Path, work: Callable[[int], T]) -> T:
             if error.errno in LASTING or not pauses:
                 raise CheckpointUnreadable(
                     f"checkpoint {path} cannot be read ({error.strerror or error})",
-                    "it need not be damaged: look after the file system, and start again",
+                    GONE if error.errno == errno.ENOENT else UNREADABLE,
                 ) from error
             pause = pauses.pop(0)
             cause = error.strerror or error

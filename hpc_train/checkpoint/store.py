@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import secrets
@@ -130,15 +131,16 @@ class Checkpoints:
         if step == self.saved_step:
             return path
         phases = self._saving(path, step, background=background)
-        if background:
-            self._background = step, BackgroundSave(phases, self.group)
-        else:
-            begin = time.monotonic()
-            try:
+        begin = time.monotonic()
+        try:
+            if background:
+                self._background = step, BackgroundSave(phases, self.group)
+            else:
                 carry_out(phases)
-            finally:
-                seconds = time.monotonic() - begin
-                self.longest_save = max(self.longest_save, seconds)
+        finally:
+            seconds = time.monotonic() - begin
+            self.longest_save = max(self.longest_save, seconds)
+        if not background:
             self._saved(step, seconds)
         return path
 
@@ -322,7 +324,13 @@ class Checkpoints:
             return
         self._check()
         try:
-            files.write_text(self.directory / LATEST, path.name + "\n")
+            try:
+                files.write_text(self.directory / LATEST, path.name + "\n")
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self._drop_old(step)  # which gives LATEST its room
+                files.write_text(self.directory / LATEST, path.name + "\n")
             self._drop_old(step)
         except (OSError, CheckpointUnreadable) as error:  # the checkpoint is complete without it
             logger.warning("%s is complete; bringing its folder up to date: %s", path, error)

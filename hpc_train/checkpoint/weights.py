@@ -88,7 +88,7 @@ def start_from(
 
     def choose() -> list[str]:
         for key, patterns in (("include", include), ("exclude", exclude)):
-            _check_patterns(key, patterns, list(forms))
+            check_patterns(f"checkpoint.{key}", patterns, list(forms))
         wanted = {name: f for name, f in forms.items() if selected(name, include, exclude)}
         whole = len(wanted) == len(forms)
         source = _open(path)
@@ -287,12 +287,16 @@ def _converted(
     return _Source(source.path, forms, read, source.about)
 
 
-def _check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+def check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Check that each pattern of a key, or of an option, matches a name.
+
+    Raises:
+        ConfigError: one matches none.
+    """
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
-                f"checkpoint.{key}: the model has no tensor {pattern}; "
-                f"the first ones are {some_of(names)}",
+                f"{key}: the model has no tensor {pattern}; the first ones are {some_of(names)}",
                 "name it as there",
             )
 

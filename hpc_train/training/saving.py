@@ -180,6 +180,8 @@ class Saving:
         seconds = checkpoints.save_seconds
         if checkpoints.saving and not seconds:
             seconds = math.inf  # the first one is being written, so its time is not known yet
+        elif not seconds:
+            seconds = checkpoints.longest_save  # if none could be written, of those that failed
         if not self.due(step, seconds, checkpoints.group):
             return
         with self._tolerated():
@@ -240,7 +242,8 @@ class Saving:
 
         Args:
             step: the step that has just ended.
-            save_seconds: seconds of the last save; 0 before the first one, infinite during it.
+            save_seconds: seconds of the last save, or of one that failed if none has succeeded; 0
+                before the first one, infinite during it.
             group: the ranks of the job. Rank 0 decides, because their clocks differ.
         """
         if self.steps and step % self.steps == 0:

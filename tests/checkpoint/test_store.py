@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 from torch import nn
 
+from hpc_train import files
 from hpc_train.checkpoint import Checkpoints, SavePolicy, TrainingState, fileformat
 from hpc_train.checkpoint.background import Snapshot
-from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, newest
+from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, name_of, newest
 from hpc_train.checkpoint.weights import start_from
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointError, CheckpointMismatch
@@ -155,6 +158,22 @@ def test_retention_never_drops_what_was_just_saved(tmp_path):
     assert again.resume() == 3
     again.save(5)
     assert store(tmp_path, *make()).resume() == 5
+
+
+def test_old_checkpoints_give_their_room_to_the_file_that_names_the_new_one(tmp_path, monkeypatch):
+    write = files.write_text
+
+    def on_a_small_disk(path, text):
+        if len(list(tmp_path.glob("step-*"))) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(files, "write_text", on_a_small_disk)
+    checkpoints = store(tmp_path, *make(), keep=1)
+    for step in (1, 2):
+        checkpoints.save(step)
+    assert [path.name for path in tmp_path.glob("step-*")] == [name_of(2)]
+    assert newest(tmp_path).name == (tmp_path / "LATEST").read_text().strip() == name_of(2)
 
 
 def test_what_a_killed_job_left_unfinished_is_removed(tmp_path):

@@ -6,9 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.background import Snapshot
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
-from hpc_train.errors import UserError
-from hpc_train.training.saving import finishing_saves
+from hpc_train.errors import CheckpointError, UserError
+from hpc_train.mpi.group import Group
+from hpc_train.training.saving import Saving, finishing_saves
+from tests.checkpoint import states
 from tests.programs import hpc_train, run
 
 
@@ -32,6 +36,30 @@ def test_an_error_of_some_ranks_waits_for_no_checkpoint_that_needs_all(agreed, r
     with pytest.raises(UserError), finishing_saves(checkpoints):
         raise error
     assert len(calls) == finished
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_first_checkpoint_that_fails_is_not_tried_again_after_each_step(
+    tmp_path, monkeypatch, background
+):
+    tried = []
+
+    def missing(self, nbytes):
+        raise CheckpointError("there is no memory")
+
+    def counted(checkpoints, step, **how):
+        tried.append(step)
+        save(checkpoints, step, **how)
+
+    save = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", counted)
+    monkeypatch.setattr(Snapshot, "reserve", missing)  # fails before a thread begins
+    (tmp_path / "text").touch()
+    made = states.store(tmp_path / "text", Group())  # no folder
+    saving = Saving(mtbf_hours=1e9, on_error="warn", background=background)
+    for step in range(1, 5):
+        saving.after(made, step)
+    assert tried == [1]
 
 
 def test_checkpoints_by_time_on_several_ranks(program):
