@@ -73,12 +73,15 @@ def still_queued(run: Path) -> tuple[Scheduler | None, list[QueuedJob]]:
 
 
 def tasks_of(job: str) -> list[int]:
-    """The tasks that an id of an array stands for: 7_3, 7_[0-2,5%2] or 7[3].server; else none."""
-    found = re.search(r"_(\d+)$|\[([\d,-]+)", job)
-    if not found:
-        return []
-    parts = [part.partition("-") for part in (found[1] or found[2]).split(",") if part]
-    return [task for a, _, b in parts for task in range(int(a), int(b or a) + 1)]
+    """The tasks that an id of an array stands for: 7_3, 7_[0-2,5,8-20:4%2], 7[3].server; or none.
+
+    A range with a step, as 8-20:4, stands for 8, 12, 16 and 20.
+    """
+    found = re.match(r"\d+(?:_(\d+)$|_?\[([\d,:-]+))", job)
+    ranges = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", (found[1] or found[2]) if found else "")
+    return [
+        task for a, b, step in ranges for task in range(int(a), int(b or a) + 1, int(step or 1))
+    ]
 
 
 def write_tasks(run: Path, tasks: Mapping[int, Sequence[str]]) -> None:

@@ -151,6 +151,13 @@ def test_each_task_of_a_sweep_is_a_job_where_there_are_no_arrays(answers, tmp_pa
     assert calls.read_text().splitlines() == [f"batch {tmp_path}/r/job.sh"] * 3
 
 
+def test_slurm_ends_tasks_that_wait_by_the_number_of_their_array(answers):
+    """It refuses what it says of them itself."""
+    calls = answers("scancel")
+    scheduler_of("slurm").delete(["7_[2-8:2%2]", "7_0", "8", "9_1"])
+    assert calls.read_text() == "7 8 9_1\n"
+
+
 def test_a_job_that_has_ended_already_is_no_error_to_lsf(answers):
     answers("bkill", "Job <13298296>: LaunchedJob has already finished\n", "", 255)
     scheduler_of("lsf").delete(["13298296"])
