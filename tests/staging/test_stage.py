@@ -151,6 +151,8 @@ def test_one_rank_of_a_node_works(group, source):
         ({"SLURM_JOB_ID": "12", "SLURM_CLUSTER_NAME": "a"}, "hpc_train-12"),
         ({"PBS_JOBID": "12[3].server"}, "hpc_train-12[3].server"),
         ({"LSB_JOBID": "12", "LSB_JOBINDEX": "3"}, "hpc_train-12[3]"),
+        ({"FLUX_ENCLOSING_ID": "f1"}, "hpc_train-f1"),
+        ({"FLUX_ENCLOSING_ID": "f1", "FLUX_JOB_ID": "f2"}, "hpc_train-f1"),
         ({}, f"hpc_train-user-{os.getuid()}"),
     ],
 )
