@@ -20,7 +20,7 @@ import psutil
 
 from hpc_train.launch.left_behind import LeftBehind
 from hpc_train.launch.lines import Line
-from hpc_train.launch.protocol import LOCAL_JOB, JobProgress, read_progress
+from hpc_train.launch.protocol import LOCAL_JOB, NO_PROGRESS, JobProgress, attempt_of, read_progress
 
 LINES_KEPT = 400  # last lines of output that are searched for the cause of a failure
 POLL_SECONDS = 0.1  # seconds between two looks at the job
@@ -109,8 +109,7 @@ class Attempt:
         self.path, self.start_limit, self.lost = progress, start_limit, lost
         self.unwanted = False
         """Set it to True, and `watch` ends the job at once."""
-        with suppress(FileNotFoundError):
-            progress.unlink()
+        self._name = attempt_of(environ)
         self.process = subprocess.Popen(
             line.words,
             env={**environ, **line.environ},
@@ -170,9 +169,9 @@ class Attempt:
         """Wait for its end. End it if it makes no progress for too long, or a host has died."""
         before = memory_kills()
         lost: Sequence[str] = ()
-        heard, last, silent = time.monotonic(), read_progress(self.path), 0.0
+        heard, last, silent = time.monotonic(), NO_PROGRESS, 0.0
         while not self.wait(POLL_SECONDS):
-            told = read_progress(self.path)
+            told = read_progress(self.path, self._name, last)
             if told != last:  # by our clock: the file server's may differ
                 heard, last = time.monotonic(), told
             if self._left_behind.due:
@@ -189,7 +188,7 @@ class Attempt:
             silent = 0.0
         self._clear()
         starved = memory_kills() > before
-        told = read_progress(self.path)
+        told = read_progress(self.path, self._name, last)
         return Outcome(self.process.returncode, list(self.lines), silent, told, starved, lost)
 
     def kill(self, grace: float = GRACE) -> None:
