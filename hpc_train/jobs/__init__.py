@@ -24,7 +24,7 @@ from hpc_train.cli.submit import read_request
 from hpc_train.errors import EXIT_STOPPED, HpcTrainError, UserError
 from hpc_train.launch.cancel import cancel as cancel_run
 from hpc_train.launch.cancel import write_stop
-from hpc_train.launch.queued import read_events, read_tasks, still_queued, tasks_of
+from hpc_train.launch.queued import read_events, read_tasks, still_queued, task_events, tasks_of
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.schedulers import QueuedJob
 from hpc_train.launch.status import log_of
@@ -126,8 +126,6 @@ class Job:
             bad = [code for code in codes if code not in _ENDS]
             return bad[0] if bad else EXIT_STOPPED if EXIT_STOPPED in codes else 0
         events = self._events()
-        if self.task is not None:  # they are of two files; sorting keeps a job's own order
-            events.sort(key=lambda event: event.get("time", 0))
         last = events[-1] if events else {}
         return int(last["code"]) if last.get("event") == "ended" and not last.get("next") else None
 
@@ -200,11 +198,7 @@ class Job:
 
     def _events(self) -> list[dict[str, Any]]:
         """The records of this run, or of this task: those of its own folder, and its submission."""
-        if self.task is None:
-            return read_events(self.run)
-        queued = [event for event in read_events(self.run) if event["event"] == "queued"]
-        own = [event for event in queued if event.get("task", self.task) == self.task]
-        return [*own, *read_events(self.run_dir)]
+        return read_events(self.run) if self.task is None else task_events(self.run, self.task)
 
     def _queued(self) -> list[QueuedJob]:
         _, jobs = still_queued(self.run)

@@ -164,6 +164,17 @@ def test_the_end_of_an_earlier_job_is_not_that_of_a_later_one(desk):
     assert again.exit_code is None
 
 
+def test_the_end_of_a_task_is_told_by_the_order_of_records_and_by_no_clock(desk):
+    desk.command("squeue", "true")
+    (task,) = jobs.map("my.yaml", [{"run.seed": 1}], scheduler="slurm")
+    ended(task.run_dir, time=int(time.time()) - 2, job="8", code=0)
+    assert (task.exit_code, task.state) == (0, "finished"), "the node's clock is behind"
+    jobs.map("my.yaml", [{"run.seed": 1}], scheduler="slurm")
+    assert task.exit_code is None, "it was submitted again"
+    ended(task.run_dir, time=1, job="9", code=75)
+    assert (task.exit_code, task.ids) == (75, ["7", "8", "9"])
+
+
 def test_a_task_without_an_array_has_its_own_job(desk):
     desk.command("flux", 'case "$1" in batch) wc -l < flux.calls ;; esac')
     tasks = jobs.map("my.yaml", [{"run.seed": 1}, {"run.seed": 2}], scheduler="flux")
