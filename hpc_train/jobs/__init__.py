@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpc_train.cli.submit import read_request
+from hpc_train.config.file import KEYS
 from hpc_train.errors import EXIT_STOPPED, HpcTrainError, UserError
 from hpc_train.launch.cancel import cancel as cancel_run
 from hpc_train.launch.cancel import write_stop
@@ -231,9 +232,12 @@ def _words(keys: Mapping[str, object]) -> list[str]:
     """Keys of a configuration as options of the command line.
 
     Raises:
-        UserError: a key has no section.
+        UserError: a key has no section, or is None and cannot be.
     """
-    for key in keys:
+    for key, value in keys.items():
         if "." not in key:
             raise UserError(f"{key!r} is not a key of a configuration", "write section.key")
-    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        if value is None and key in KEYS and "None" not in str(KEYS[key].type):
+            raise UserError(f"{key} is None", "leave it out for its default, or give a value")
+    texts = {key: "null" if value is None else str(value) for key, value in keys.items()}
+    return [word for key, text in texts.items() for word in (f"--{key}", text)]

@@ -36,7 +36,7 @@ def ended(folder, **fields):
 
 
 def test_options_are_those_of_the_command_line(desk):
-    keys = {"optimizer.lr": 1e-3, "data.path": [{"path": "a b", "weight": 2}]}
+    keys = {"optimizer.lr": 1e-3, "run.epochs": None, "data.path": [{"path": "a b", "weight": 2}]}
     options = {"nodes": 2, "time": "2h", "exclusive": True, "directive": ["--qos=a", "-l b"]}
     job = jobs.submit("my.yaml", keys, scheduler="slurm", account=None, **options)
     assert job == Job(job.run) == Job(str(job.run))
@@ -45,7 +45,7 @@ def test_options_are_those_of_the_command_line(desk):
     for line in ("--nodes=2", "--time=02:00:00", "--exclusive", "--qos=a", "-l b"):
         assert f"#SBATCH {line}\n" in script
     path = """'[{'"'"'path'"'"': '"'"'a b'"'"', '"'"'weight'"'"': 2}]'"""
-    assert f"--optimizer.lr 0.001 --data.path {path})" in script
+    assert f"--optimizer.lr 0.001 --run.epochs null --data.path {path})" in script
 
 
 def test_another_program_runs_on_each_rank(desk):
@@ -60,6 +60,8 @@ def test_another_program_runs_on_each_rank(desk):
         ({}, {"nodes": 0}, "nodes"),
         ({"lr": 1}, {}, "'lr' is not a key"),
         ({"optimizer.lrr": 1}, {}, "did you mean --optimizer.lr"),
+        ({"optimizer.lrr": None}, {}, "did you mean --optimizer.lr"),
+        ({"checkpoint.resume": None}, {}, "checkpoint.resume is None: leave it out"),
     ],
 )
 def test_mistakes_are_those_of_the_command_line(desk, keys, options, message):
