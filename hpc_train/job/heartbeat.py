@@ -70,6 +70,7 @@ class Heartbeat:
     def __init__(self, group: Group) -> None:
         name = os.environ.get(protocol.PROGRESS, "")
         self.path = Path(name) if name and group.rank == 0 else None
+        self._attempt = protocol.attempt_of(os.environ)
         self._last, self._due = -BEAT_SECONDS, 0.0
 
     def tell(self, step: int, due: float) -> None:
@@ -84,12 +85,12 @@ class Heartbeat:
         if self.path is None or (now - self._last < BEAT_SECONDS and not longer):
             return
         self._last, self._due = now, due
-        protocol.write_progress(self.path, step, due)
+        protocol.write_progress(self.path, self._attempt, step, due)
 
     def finish(self, step: int) -> None:
         """Report that training is finished, and its last step."""
         if self.path is not None:
-            protocol.write_progress(self.path, step, 0.0, done=True)
+            protocol.write_progress(self.path, self._attempt, step, 0.0, done=True)
 
 
 def restarts() -> int:

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpc_train.cli.submit import read_request
+from hpc_train.config.file import KEYS
 from hpc_train.errors import EXIT_STOPPED, HpcTrainError, UserError
 from hpc_train.launch.cancel import cancel as cancel_run
 from hpc_train.launch.cancel import write_stop
-from hpc_train.launch.queued import read_events, read_tasks, still_queued, tasks_of
+from hpc_train.launch.queued import read_events, read_tasks, still_queued, task_events, tasks_of
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.schedulers import QueuedJob
 from hpc_train.launch.status import log_of
@@ -126,8 +127,6 @@ class Job:
             bad = [code for code in codes if code not in _ENDS]
             return bad[0] if bad else EXIT_STOPPED if EXIT_STOPPED in codes else 0
         events = self._events()
-        if self.task is not None:  # they are of two files; sorting keeps a job's own order
-            events.sort(key=lambda event: event.get("time", 0))
         last = events[-1] if events else {}
         return int(last["code"]) if last.get("event") == "ended" and not last.get("next") else None
 
@@ -200,11 +199,7 @@ class Job:
 
     def _events(self) -> list[dict[str, Any]]:
         """The records of this run, or of this task: those of its own folder, and its submission."""
-        if self.task is None:
-            return read_events(self.run)
-        queued = [event for event in read_events(self.run) if event["event"] == "queued"]
-        own = [event for event in queued if event.get("task", self.task) == self.task]
-        return [*own, *read_events(self.run_dir)]
+        return read_events(self.run) if self.task is None else task_events(self.run, self.task)
 
     def _queued(self) -> list[QueuedJob]:
         _, jobs = still_queued(self.run)
@@ -237,9 +232,12 @@ def _words(keys: Mapping[str, object]) -> list[str]:
     """Keys of a configuration as options of the command line.
 
     Raises:
-        UserError: a key has no section.
+        UserError: a key has no section, or is None and cannot be.
     """
-    for key in keys:
+    for key, value in keys.items():
         if "." not in key:
             raise UserError(f"{key!r} is not a key of a configuration", "write section.key")
-    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        if value is None and key in KEYS and "None" not in str(KEYS[key].type):
+            raise UserError(f"{key} is None", "leave it out for its default, or give a value")
+    texts = {key: "null" if value is None else str(value) for key, value in keys.items()}
+    return [word for key, text in texts.items() for word in (f"--{key}", text)]

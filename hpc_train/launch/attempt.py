@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,9 +21,10 @@ import psutil
 
 from hpc_train.launch.left_behind import LeftBehind
 from hpc_train.launch.lines import Line
-from hpc_train.launch.protocol import LOCAL_JOB, JobProgress, read_progress
+from hpc_train.launch.protocol import LOCAL_JOB, NO_PROGRESS, JobProgress, attempt_of, read_progress
 
 LINES_KEPT = 400  # last lines of output that are searched for the cause of a failure
+PIPE_BYTES = 1 << 16  # of output that are read at once, and that are kept of a line without end
 POLL_SECONDS = 0.1  # seconds between two looks at the job
 GRACE = 5.0  # seconds in which a launcher can end its ranks before it is killed with them
 LOST_GRACE = 1.0  # the same after a host has died: a launcher would wait for its ranks in vain
@@ -109,8 +111,7 @@ class Attempt:
         self.path, self.start_limit, self.lost = progress, start_limit, lost
         self.unwanted = False
         """Set it to True, and `watch` ends the job at once."""
-        with suppress(FileNotFoundError):
-            progress.unlink()
+        self._name = attempt_of(environ)
         self.process = subprocess.Popen(
             line.words,
             env={**environ, **line.environ},
@@ -131,14 +132,22 @@ class Attempt:
             thread.start()
 
     def _copy(self, source: IO[bytes], target: IO[str]) -> None:
+        """Copy output as it comes, because a progress bar has no end of line; keep its lines."""
+        decoder, begun, more = getincrementaldecoder("utf-8")("replace"), "", True
         with source:
-            for raw in source:
-                text = raw.decode(errors="replace")
-                self.lines.append(text.rstrip("\n"))
-                self._left_behind.hear(text)
+            while more:
+                raw = os.read(source.fileno(), PIPE_BYTES)
+                more, text = bool(raw), decoder.decode(raw, final=not raw)
                 with suppress(OSError, ValueError):  # nobody reads our own output any more
                     target.write(text)
                     target.flush()
+                *lines, begun = (begun + text).split("\n")
+                begun = begun[-PIPE_BYTES:]
+                if begun and not more:
+                    lines.append(begun)
+                for line in lines:
+                    self.lines.append(line)
+                    self._left_behind.hear(line)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the launcher's end; returns whether it has ended.
@@ -170,9 +179,9 @@ class Attempt:
         """Wait for its end. End it if it makes no progress for too long, or a host has died."""
         before = memory_kills()
         lost: Sequence[str] = ()
-        heard, last, silent = time.monotonic(), read_progress(self.path), 0.0
+        heard, last, silent = time.monotonic(), NO_PROGRESS, 0.0
         while not self.wait(POLL_SECONDS):
-            told = read_progress(self.path)
+            told = read_progress(self.path, self._name, last)
             if told != last:  # by our clock: the file server's may differ
                 heard, last = time.monotonic(), told
             if self._left_behind.due:
@@ -189,7 +198,7 @@ class Attempt:
             silent = 0.0
         self._clear()
         starved = memory_kills() > before
-        told = read_progress(self.path)
+        told = read_progress(self.path, self._name, last)
         return Outcome(self.process.returncode, list(self.lines), silent, told, starved, lost)
 
     def kill(self, grace: float = GRACE) -> None:

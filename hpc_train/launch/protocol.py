@@ -8,7 +8,9 @@ The templates in `jobscripts/` use the same names.
 from __future__ import annotations
 
 import json
+import os
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +25,7 @@ PROGRESS = "HPC_TRAIN_PROGRESS"  # the file of `write_progress`
 LAUNCH = "HPC_TRAIN_LAUNCH"  # a random name, the same in all attempts of one launcher
 RESTARTS = "HPC_TRAIN_RESTARTS"  # how often the launcher has restarted the job
 LOCAL_JOB = "HPC_TRAIN_LOCAL_JOB"  # the id of a job without a scheduler, set by its script
+PROGRESS_BYTES = 160  # of that file: more than any progress needs
 REACHED = "HPC_TRAIN_REACHED"  # the last step that was finished before the restart
 # For each of these the launcher sends SIGUSR1 to the ranks. SIGHUP: the terminal was closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -51,15 +54,38 @@ class JobProgress(NamedTuple):
     written: float = 0.0
 
 
-def write_progress(path: Path, step: int, due: float, *, done: bool = False) -> None:
-    """Write the job's progress. An error is ignored, because it must not end the job."""
+NO_PROGRESS = JobProgress(-1, 0.0)
+
+
+def attempt_of(environ: Mapping[str, str]) -> str:
+    """The name of the launcher's attempt that a process belongs to; nobody else has it."""
+    return f"{environ.get(LAUNCH, '')}-{environ.get(RESTARTS, '0')}"
+
+
+def write_progress(path: Path, attempt: str, step: int, due: float, *, done: bool = False) -> None:
+    """Write an attempt's progress. An error is ignored, because it must not end the job.
+
+    It is written over the last one. A full file system takes that, but no new content.
+    """
+    values = {"attempt": attempt, "step": step, "due": due, "done": done}
     with suppress(OSError):
-        path.write_text(json.dumps({"step": step, "due": due, "done": done}), encoding="utf-8")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.pwrite(descriptor, json.dumps(values).ljust(PROGRESS_BYTES).encode(), 0)
+        finally:
+            os.close(descriptor)
 
 
-def read_progress(path: Path) -> JobProgress:
-    """The progress that was written last."""
-    with suppress(OSError, ValueError):
+def read_progress(path: Path, attempt: str, last: JobProgress = NO_PROGRESS) -> JobProgress:
+    """The progress that an attempt has written last.
+
+    Args:
+        path: the file.
+        attempt: its name.
+        last: what was read before. It stands for a file that cannot be read, or is another one's.
+    """
+    with suppress(OSError, ValueError, LookupError, TypeError):
         values = json.loads(path.read_text(encoding="utf-8"))
-        return JobProgress(values["step"], values["due"], values["done"], path.stat().st_mtime)
-    return JobProgress(-1, 0.0)
+        if values["attempt"] == attempt:
+            return JobProgress(values["step"], values["due"], values["done"], path.stat().st_mtime)
+    return last

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 from hpc_train import files
@@ -25,11 +26,35 @@ from hpc_train.launch.schedulers import QueuedJob, Scheduler, scheduler_of
 TASKS = "tasks.json"  # in the run directory of a sweep: the options of each task
 
 
-def record_queued(run: Path, scheduler: SchedulerName, job: str, task: int | None = None) -> None:
-    """Record that a job of the run was queued, or one of a task alone."""
-    line = {"time": int(time.time()), "event": "queued", "job": job, "scheduler": scheduler}
+def tasks_records(run: Path) -> dict[int, int]:
+    """The number of records that each task of a run has in its own folder, by the task's number."""
+    found = {path.parent.name[5:]: path for path in run.glob(f"task-*/{QUEUED}")}
+    return {int(n): len([*files.lines_of(found[n])]) for n in found if n.isdecimal()}
+
+
+def record_queued(
+    run: Path,
+    scheduler: SchedulerName,
+    job: str,
+    task: int | None = None,
+    before: Mapping[int, int] = MappingProxyType({}),
+) -> None:
+    """Record that a job of the run was queued, or one of a task alone.
+
+    Args:
+        run: its directory.
+        scheduler: the scheduler that was given the job.
+        job: its id.
+        task: the number of the task; None: the job is for the run, or for all of its tasks.
+        before: the `tasks_records` from before it was queued. They tell which records are older
+            than the job; times do not, because the clocks of hosts differ.
+    """
+    line: dict[str, Any] = {"time": int(time.time()), "event": "queued", "job": job}
+    line["scheduler"] = scheduler
     if task is not None:
         line["task"] = task
+    if older := {n: count for n, count in before.items() if task in (None, n)}:
+        line["before"] = older
     with (run / QUEUED).open("a") as file:
         file.write(f"{json.dumps(line)}\n")
 
@@ -38,6 +63,16 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     """The lines of jobs.jsonl of a run and its tasks; a line that cannot be read is left out."""
     folders = (run, *sorted(run.glob("task-*")))
     return [event for folder in folders for event in files.lines_of(folder / QUEUED)]
+
+
+def task_events(run: Path, task: int) -> list[dict[str, Any]]:
+    """The records of a task in their order: its submissions, and what is in its own folder."""
+    own, found, older = read_events(run / f"task-{task}"), list[dict[str, Any]](), 0
+    for event in files.lines_of(run / QUEUED):
+        if event.get("event") == "queued" and event.get("task", task) == task:
+            begin, older = older, max(older, (event.get("before") or {}).get(str(task), 0))
+            found += [*own[begin:older], event]
+    return [*found, *own[older:]]
 
 
 def jobs_of(run: Path) -> tuple[Scheduler | None, list[str]]:
@@ -73,12 +108,15 @@ def still_queued(run: Path) -> tuple[Scheduler | None, list[QueuedJob]]:
 
 
 def tasks_of(job: str) -> list[int]:
-    """The tasks that an id of an array stands for: 7_3, 7_[0-2,5%2] or 7[3].server; else none."""
-    found = re.search(r"_(\d+)$|\[([\d,-]+)", job)
-    if not found:
-        return []
-    parts = [part.partition("-") for part in (found[1] or found[2]).split(",") if part]
-    return [task for a, _, b in parts for task in range(int(a), int(b or a) + 1)]
+    """The tasks that an id of an array stands for: 7_3, 7_[0-2,5,8-20:4%2], 7[3].server; or none.
+
+    A range with a step, as 8-20:4, stands for 8, 12, 16 and 20.
+    """
+    found = re.match(r"\d+(?:_(\d+)$|_?\[([\d,:-]+))", job)
+    ranges = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", (found[1] or found[2]) if found else "")
+    return [
+        task for a, b, step in ranges for task in range(int(a), int(b or a) + 1, int(step or 1))
+    ]
 
 
 def write_tasks(run: Path, tasks: Mapping[int, Sequence[str]]) -> None:

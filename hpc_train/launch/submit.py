@@ -15,7 +15,13 @@ from hpc_train.errors import HpcTrainError, SetupError, UserError, print_line, r
 from hpc_train.launch.batch import text
 from hpc_train.launch.compose import COPY, make
 from hpc_train.launch.protocol import QUEUED, STOP
-from hpc_train.launch.queued import check_tasks, one_submission, record_queued, write_tasks
+from hpc_train.launch.queued import (
+    check_tasks,
+    one_submission,
+    record_queued,
+    tasks_records,
+    write_tasks,
+)
 from hpc_train.launch.request import SubmitRequest
 from hpc_train.launch.schedulers import scheduler_of
 
@@ -77,14 +83,16 @@ def submit(request: SubmitRequest) -> Submission:
                 files.write_whole(run_dir / COPY, [config])
             files.write_whole(Path(batch.script), [os.fsencode(script)], 0o777)
             write_tasks(run_dir, tasks)
+        before = tasks_records(run_dir)
         for _ in range(request.chain):
             try:
                 queued = scheduler.queue(batch, after=ids[-1] if ids else "")
             except HpcTrainError as error:
-                before = f"; queued before that: {', '.join(ids)}" if ids else ""
-                raise type(error)(f"{error.cause}{before}", error.remedy) from error
+                those = f"; queued before that: {', '.join(ids)}" if ids else ""
+                raise type(error)(f"{error.cause}{those}", error.remedy) from error
             for task, job in enumerate(queued, scheduler.first_task):
-                record_queued(run_dir, batch.scheduler, job, task if len(queued) > 1 else None)
+                alone = task if len(queued) > 1 else None
+                record_queued(run_dir, batch.scheduler, job, alone, before)
             ids += queued
     return Submission(run_dir, ids, scheduler.first_task)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpc_train import files
 from hpc_train.errors import HpcTrainError, UserError
-from hpc_train.staging.listing import Item, to_text
+from hpc_train.staging.listing import Item, Listing, from_text, to_text
 from hpc_train.staging.stream import Stream
 
 TABLE_FILE = "table.json"  # in the folder of a whole copy: what it consists of
@@ -84,19 +85,59 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"{folder} is not a folder of yours", "give another folder with --to")
 
 
+def lock(folder: Path) -> int:
+    """Have others refused here; returns a descriptor that ends this when it is closed.
+
+    Raises:
+        UserError: another one has the lock.
+    """
+    with writing(folder):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"another `hpc-train stage` copies to {folder} now", "stage again when it has ended"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
+def empty(folder: Path) -> None:
+    """Remove what is in a folder. The folder itself stays, because it may be locked.
+
+    Raises:
+        UserError: something in it cannot be removed.
+    """
+    with _removing(folder), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                Path(entry.path).unlink(missing_ok=True)
+
+
 def remove_copy(folder: Path) -> bool:
     """Remove a copy, or a part of one; returns whether there was any.
 
     Raises:
         UserError: something in it cannot be removed.
     """
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
+    if not os.path.lexists(folder):
         return False
+    with _removing(folder):
+        shutil.rmtree(folder)
+    return True
+
+
+@contextmanager
+def _removing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}", f"remove {folder} by hand") from None
-    return True
 
 
 class Copy:
@@ -104,12 +145,13 @@ class Copy:
 
     Args:
         folder: where it belongs; it exists.
-        items: what it consists of.
+        found: what it consists of, and where that is copied from.
         stream: the chunks that have its bytes.
     """
 
-    def __init__(self, folder: Path, items: Sequence[Item], stream: Stream) -> None:
-        self.folder, self.items, self.stream = folder, items, stream
+    def __init__(self, folder: Path, found: Listing, stream: Stream) -> None:
+        self.folder, self.items, self.stream = folder, found.items, stream
+        self._found = found
         self._finished: set[Item] = set()
 
     def begin(self) -> None:
@@ -161,17 +203,35 @@ class Copy:
             for item in reversed(self.items):  # a new item changes the time of its folder
                 if item not in self._finished and not stat.S_ISLNK(item.mode):
                     _finish(self._path(item), item)
-            (self.folder / TABLE_FILE).write_text(to_text(self.items), encoding="utf-8")
+            (self.folder / TABLE_FILE).write_text(to_text(self._found), encoding="utf-8")
 
     def whole(self) -> bool:
         """Whether the folder has a whole copy of exactly these items, perhaps with more."""
-        try:
-            noted = (self.folder / TABLE_FILE).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            return False
-        return noted == to_text(self.items) and all(
+        noted = self._noted()
+        return (noted.folders, noted.items) == (self._found.folders, self.items) and all(
             _matches(self._path(item), item) for item in self.items
         )
+
+    def check_others(self) -> None:
+        """Check that the folder has no whole copy of other folders, which programs may be using.
+
+        Raises:
+            UserError: it has.
+        """
+        there = self._noted().folders
+        if there and there != self._found.folders:
+            raise UserError(
+                f"{self.folder} has copies of {', '.join(map(str, there.values()))}, which may be "
+                "in use",
+                "name all folders in one `hpc-train stage`, or remove the copies first by "
+                "`hpc-train stage --clean`",
+            )
+
+    def _noted(self) -> Listing:
+        """What the whole copy in the folder consists of; nothing if there is none."""
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            return from_text((self.folder / TABLE_FILE).read_text(encoding="utf-8"))
+        return Listing({}, [])
 
     def _path(self, item: Item) -> str:
         return f"{self.folder}/{item.path}"

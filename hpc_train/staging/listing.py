@@ -78,14 +78,17 @@ class Listing:
         return f"{self.folders[name]}{path[len(name) :]}"
 
 
-def to_text(items: Sequence[Item]) -> str:
-    """The table as ASCII text; file names that are no UTF-8 survive it."""
-    return json.dumps(items)
+def to_text(found: Listing) -> str:
+    """The table as ASCII text: folders and items. File names that are no UTF-8 survive it."""
+    folders = {name: str(path) for name, path in found.folders.items()}
+    return json.dumps({"folders": folders, "items": found.items})
 
 
-def from_text(text: str) -> list[Item]:
+def from_text(text: str) -> Listing:
     """The table that `to_text` has written."""
-    return [Item(*values) for values in json.loads(text)]
+    table = json.loads(text)
+    folders = {name: Path(path) for name, path in table["folders"].items()}
+    return Listing(folders, [Item(*values) for values in table["items"]])
 
 
 def list_folders(folders: Mapping[str, Path], target: Path, moved: str = "") -> Listing:

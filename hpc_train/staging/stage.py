@@ -11,7 +11,7 @@ import stat
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -168,7 +168,7 @@ def _tell_what_is_missing(request: StageRequest, found: Listing) -> None:
 def bring(levels: Levels, found: Listing, folder: Path) -> bool:
     """Copy what rank 0 has listed into a folder of each node, unless it is there. Collective.
 
-    If a rank fails, or SIGTERM ends the ranks, no node keeps a part of a copy.
+    If a rank fails, or a signal ends the ranks, no node keeps a part of a copy.
 
     Args:
         levels: the ranks by nodes; the first rank of each node works.
@@ -180,43 +180,67 @@ def bring(levels: Levels, found: Listing, folder: Path) -> bool:
 
     Raises:
         UserError: something cannot be read or written, or there is no room for it, or the nodes
-            share the folder; raised on all ranks.
+            share the folder, or another call has copied other folders, or copies now; raised on
+            all ranks.
         HpcTrainError: a node got other bytes than were sent, or its disk lost some; raised on all
             ranks.
     """
     works, cross = levels.node.rank == 0, levels.cross
     _check_own_disk(levels, folder)
-    items: list[Item] = []
+    table = NOTHING
     if works:
         # Compressed, because the first node sends it to several.
-        packed = cross.from_first(lambda: zlib.compress(to_text(found.items).encode(), level=1))
-        items = from_text(zlib.decompress(packed).decode())
-    total = sum(item.nbytes for item in items)
-    stream = Stream(items, chunk_bytes(total, levels.nodes))
-    mine = copy.Copy(folder, items, stream)
+        packed = cross.from_first(lambda: zlib.compress(to_text(found).encode(), level=1))
+        table = from_text(zlib.decompress(packed).decode())
+    stream = Stream(table.items, chunk_bytes(table.nbytes, levels.nodes))
+    mine = copy.Copy(folder, table, stream)
+    if _there_already(levels, mine):
+        return False
+    with _locked(levels, folder):
+        if _there_already(levels, mine):  # another call has just copied it
+            return False
+        with _settled(levels):
+            if works:
+                mine.check_others()
+        try:
+            with _ended_by_signals():
+                _copy(levels, Source(found, stream), mine)
+        except BaseException:
+            if works:
+                with suppress(HpcTrainError):  # the error that is being raised says more
+                    copy.remove_copy(folder)
+            raise
+    return True
+
+
+def _there_already(levels: Levels, mine: copy.Copy) -> bool:
+    """Whether all nodes have the whole copy. Collective."""
     whole = True
     with _settled(levels):
-        if works:
+        if levels.node.rank == 0:
             whole = mine.whole()
-    if levels.whole.smallest(int(whole)):
-        return False
-    try:
-        with _ended_by_signals():
-            _copy(levels, Source(found, stream), mine)
-    except BaseException:
-        if works:
-            with suppress(HpcTrainError):  # the error that is being raised says more
-                copy.remove_copy(folder)
-        raise
-    return True
+    return bool(levels.whole.smallest(int(whole)))
+
+
+@contextmanager
+def _locked(levels: Levels, folder: Path) -> Iterator[None]:
+    """Have other calls of `stage` refused while a block copies. Collective.
+
+    Raises:
+        UserError: another call copies to the folder of a node; raised on all ranks.
+    """
+    with ExitStack() as held:
+        with _settled(levels):
+            if levels.node.rank == 0:
+                held.callback(os.close, copy.lock(folder))
+        yield
 
 
 def _copy(levels: Levels, source: Source, mine: copy.Copy) -> None:
     works, stream = levels.node.rank == 0, mine.stream
     with _settled(levels):
         if works:
-            copy.remove_copy(mine.folder)
-            copy.make_folder(mine.folder)
+            copy.empty(mine.folder)
             copy.check_room(mine.folder, mine.items)
             mine.begin()
     sizes = [stream.nbytes(number) for number in range(stream.chunks)]
@@ -280,12 +304,16 @@ def _settled(levels: Levels) -> Iterator[None]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP leave the block by SystemExit, so that its end is not left out."""
+    """Have signals that end a job leave the block by SystemExit, so that its end is not left out.
+
+    `hpc-train launch` sends SIGUSR1 to the ranks for each of them.
+    """
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.signal(number, leave) for number in heard}
     try:
         yield
     finally:

@@ -89,6 +89,13 @@ def test_a_run_has_one_job_which_cancel_now_ends(up, program):
     assert int(done.stdout) > job
     assert up.run(hpc_train("cancel", "--now", folder)).returncode == 0
     wait_until(lambda: told in up.run(hpc_train("status", folder)).stdout)
+    sweep = ["--sweep", "run.seed=1,2,3", "--tasks_at_once", "1"]
+    job = submit(up, program, "sweep", *endless, *sweep)
+    folder = str(program.root / "sweep")
+    assert f"{job}_[" in up.run(hpc_train("status", folder)).stdout
+    done = up.run(hpc_train("cancel", "--now", folder))
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: told in up.run(hpc_train("status", folder)).stdout)
 
 
 def submit_fails(up: Slurm, program: Program) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 
 from hpc_train.job.heartbeat import HANG, LEARNING, Heartbeat, Pace
 from hpc_train.launch import protocol
@@ -54,16 +55,36 @@ def test_the_longest_step_includes_validation():
 def test_progress_goes_through_the_file_that_the_launcher_names(tmp_path, monkeypatch):
     path = tmp_path / "progress.json"
     Heartbeat(Group()).tell(3, 60.0)
-    assert protocol.read_progress(path).step == -1, "nobody asked"
+    assert protocol.read_progress(path, "-0").step == -1, "nobody asked"
     monkeypatch.setenv(protocol.PROGRESS, str(path))
     Heartbeat(Group()).tell(3, 60.0)
-    assert protocol.read_progress(path)[:2] == (3, 60.0)
+    assert protocol.read_progress(path, "-0")[:2] == (3, 60.0)
     heartbeat = Heartbeat(Group())
     for step, due in ((4, 60.0), (5, 60.0), (6, 900.0), (7, 60.0)):
         heartbeat.tell(step, due)
-    assert protocol.read_progress(path)[:2] == (6, 900.0), "a longer wait is told at once"
+    assert protocol.read_progress(path, "-0")[:2] == (6, 900.0), "a longer wait is told at once"
     for step, due in ((8, 0.0), (9, 900.0)):
         heartbeat.tell(step, due)
-    assert protocol.read_progress(path)[:2] == (8, 0.0), "no limit is longer than any"
+    assert protocol.read_progress(path, "-0")[:2] == (8, 0.0), "no limit is longer than any"
     monkeypatch.setenv(protocol.PROGRESS, str(tmp_path / "missing" / "progress.json"))
     Heartbeat(Group()).tell(4, 60.0)
+
+
+def test_a_full_file_system_takes_no_progress_away(tmp_path):
+    path = tmp_path / "progress.json"
+    protocol.write_progress(path, "a-0", 3, 60.0)
+    before = path.stat()
+    protocol.write_progress(path, "a-0", 123456789, 1234.5678901234567, done=True)
+    assert (path.stat().st_ino, path.stat().st_size) == (before.st_ino, before.st_size)
+    told = protocol.read_progress(path, "a-0")
+    assert told[:3] == (123456789, 1234.5678901234567, True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        protocol.write_progress(path, "a-0", 4, 60.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert protocol.read_progress(path, "a-0") == told, "the write has failed"
+    assert protocol.read_progress(path, "a-1").step == -1, "another attempt's"
+    path.write_text("")
+    assert protocol.read_progress(path, "a-0", told) == told, "no news"

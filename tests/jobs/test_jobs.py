@@ -36,7 +36,7 @@ def ended(folder, **fields):
 
 
 def test_options_are_those_of_the_command_line(desk):
-    keys = {"optimizer.lr": 1e-3, "data.path": [{"path": "a b", "weight": 2}]}
+    keys = {"optimizer.lr": 1e-3, "run.epochs": None, "data.path": [{"path": "a b", "weight": 2}]}
     options = {"nodes": 2, "time": "2h", "exclusive": True, "directive": ["--qos=a", "-l b"]}
     job = jobs.submit("my.yaml", keys, scheduler="slurm", account=None, **options)
     assert job == Job(job.run) == Job(str(job.run))
@@ -45,7 +45,7 @@ def test_options_are_those_of_the_command_line(desk):
     for line in ("--nodes=2", "--time=02:00:00", "--exclusive", "--qos=a", "-l b"):
         assert f"#SBATCH {line}\n" in script
     path = """'[{'"'"'path'"'"': '"'"'a b'"'"', '"'"'weight'"'"': 2}]'"""
-    assert f"--optimizer.lr 0.001 --data.path {path})" in script
+    assert f"--optimizer.lr 0.001 --run.epochs null --data.path {path})" in script
 
 
 def test_another_program_runs_on_each_rank(desk):
@@ -60,6 +60,8 @@ def test_another_program_runs_on_each_rank(desk):
         ({}, {"nodes": 0}, "nodes"),
         ({"lr": 1}, {}, "'lr' is not a key"),
         ({"optimizer.lrr": 1}, {}, "did you mean --optimizer.lr"),
+        ({"optimizer.lrr": None}, {}, "did you mean --optimizer.lr"),
+        ({"checkpoint.resume": None}, {}, "checkpoint.resume is None: leave it out"),
     ],
 )
 def test_mistakes_are_those_of_the_command_line(desk, keys, options, message):
@@ -107,9 +109,11 @@ def test_a_job_that_left_no_record_has_failed(desk, monkeypatch):
         ("7.server", []),
         ("7_3", [3]),
         ("7_[0-2,5%2]", [0, 1, 2, 5]),
+        ("7_[0-8:4,9]", [0, 4, 8, 9]),
         ("7[4].server", [4]),
         ("7[].server", []),
         ("4711-12@node1", []),
+        ("4711-12@node_3", []),
     ],
 )
 def test_an_id_tells_its_tasks(job, tasks):
@@ -123,9 +127,8 @@ def test_tasks_are_told_apart(desk):
     assert [task.run_dir.name for task in (first, second, third)] == ["task-0", "task-1", "task-2"]
     script = (first.run / "job.sh").read_text()
     assert "    2) command+=(--run.seed 3) ;;" in script
-    desk.command(
-        "squeue", "printf '7_0|8|7|RUNNING|None|1:00|n1\\n7_[1-2]|7|7|PENDING|None|0:00|\\n'"
-    )
+    rows = "'7_0|8|7|RUNNING|None|1:00|n1\\n7_[1-2%%1]|7|7|PENDING|None|0:00|\\n'"
+    desk.command("squeue", f'[ "$SLURM_BITSTR_LEN" = 0 ] && printf {rows}')  # else it cuts lists
     assert [task.state for task in (first, second, third)] == ["running", "queued", "queued"]
     ended(first.run_dir, job="7_0", code=0)
     ended(second.run_dir, job="7_1", code=0, next="9_1")
@@ -161,6 +164,17 @@ def test_the_end_of_an_earlier_job_is_not_that_of_a_later_one(desk):
     ended(job.run_dir, code=0)
     again = jobs.submit("my.yaml", scheduler="slurm")
     assert again.exit_code is None
+
+
+def test_the_end_of_a_task_is_told_by_the_order_of_records_and_by_no_clock(desk):
+    desk.command("squeue", "true")
+    (task,) = jobs.map("my.yaml", [{"run.seed": 1}], scheduler="slurm")
+    ended(task.run_dir, time=int(time.time()) - 2, job="8", code=0)
+    assert (task.exit_code, task.state) == (0, "finished"), "the node's clock is behind"
+    jobs.map("my.yaml", [{"run.seed": 1}], scheduler="slurm")
+    assert task.exit_code is None, "it was submitted again"
+    ended(task.run_dir, time=1, job="9", code=75)
+    assert (task.exit_code, task.ids) == (75, ["7", "8", "9"])
 
 
 def test_a_task_without_an_array_has_its_own_job(desk):

@@ -151,6 +151,13 @@ def test_each_task_of_a_sweep_is_a_job_where_there_are_no_arrays(answers, tmp_pa
     assert calls.read_text().splitlines() == [f"batch {tmp_path}/r/job.sh"] * 3
 
 
+def test_slurm_ends_tasks_that_wait_by_the_number_of_their_array(answers):
+    """It refuses what it says of them itself."""
+    calls = answers("scancel")
+    scheduler_of("slurm").delete(["7_[2-8:2%2]", "7_0", "8", "9_1"])
+    assert calls.read_text() == "7 8 9_1\n"
+
+
 def test_a_job_that_has_ended_already_is_no_error_to_lsf(answers):
     answers("bkill", "Job <13298296>: LaunchedJob has already finished\n", "", 255)
     scheduler_of("lsf").delete(["13298296"])
@@ -214,9 +221,18 @@ def test_a_job_without_a_scheduler_starts_again_until_it_is_done(local, tmp_path
     assert "start 2" in run(*hpc_train("logs", "r"), cwd=tmp_path).stdout
 
 
+def test_a_job_without_a_scheduler_has_nothing_of_the_job_around_it(local, tmp_path):
+    told = {"SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_ID": "5", "PBS_NODEFILE": "/x"}
+    told |= {"LSB_MCPU_HOSTS": "n1 4", "FLUX_ENCLOSING_ID": "f1"}
+    words = "env | grep -E '^(SLURM|PBS|LSB|FLUX)_'; echo listed; exit 3"
+    local(options=["--setup", words], SLURM_CONF="/c", **told)
+    wait_until(lambda: [event for event in events(tmp_path) if event["event"] == "ended"])
+    assert (tmp_path / "r/r.out").read_text().startswith("SLURM_CONF=/c\nlisted\n")
+
+
 def test_a_job_that_has_ended_on_another_host_need_not_be_asked_about(tmp_path):
     record_queued(tmp_path, "local", "1-2@elsewhere")
-    with pytest.raises(HpcTrainError, match="started on elsewhere"):
+    with pytest.raises(HpcTrainError, match=r"started on elsewhere.*jobs\.jsonl"):
         still_queued(tmp_path)
     with (tmp_path / "jobs.jsonl").open("a") as file:
         file.write('{"event": "ended", "job": "1-2@elsewhere", "code": 1, "next": ""}\n')

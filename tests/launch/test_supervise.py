@@ -17,7 +17,7 @@ from hpc_train.launch.command import shrinking
 from hpc_train.launch.hosts import Host
 from hpc_train.launch.launchers import FoundLauncher
 from hpc_train.launch.lines import LaunchedJob, Line
-from hpc_train.launch.protocol import JobProgress
+from hpc_train.launch.protocol import LAUNCH, JobProgress, read_progress, write_progress
 from hpc_train.launch.supervise import Supervisor, cause_of
 from tests.waiting import wait_until
 
@@ -69,6 +69,28 @@ def test_a_job_that_never_begins_is_given_up(tmp_path):
     outcome = attempt.watch()
     assert outcome.silent > 1
     assert cause_of(outcome).startswith("no sign of training for 1 s")
+
+
+def test_output_is_copied_before_its_line_ends(tmp_path, capfd):
+    said = r"printf 'one\ntwo\r50%%\303'; read line < go; printf '\251\r100%% \nthree'"
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    line = Line(["sh", "-c", f"cd {tmp_path}; {said}"], {})
+    attempt = Attempt(line, os.environ, tmp_path / "progress.json")
+    copied = []
+    wait_until(lambda: copied.append(capfd.readouterr().out) or "".join(copied) == "one\ntwo\r50%")
+    go.write_text("\n")
+    outcome = attempt.watch()
+    assert capfd.readouterr().out == "é\r100% \nthree"
+    assert outcome.lines == ["one", "two\r50%é\r100% ", "three"]
+
+
+def test_an_attempt_neither_removes_nor_believes_what_another_has_told(tmp_path):
+    path = tmp_path / "progress.json"
+    write_progress(path, "other-0", 7, 60.0, done=True)
+    outcome = Attempt(Line(["true"], {}), {**os.environ, LAUNCH: "mine"}, path).watch()
+    assert (outcome.progress.step, outcome.progress.done) == (-1, False)
+    assert read_progress(path, "other-0").step == 7
 
 
 def test_a_record_that_cannot_be_written_does_not_end_the_job(tmp_path, capsys):

@@ -23,9 +23,9 @@ from tests.staging.trees import FOLDERS, make, seen
 def copied(source: Path, folder: Path, chunk: int) -> Copy:
     """Copy a folder to folder/name, as one node does that is alone."""
     found = list_folders({"name": source}, folder)
-    items = from_text(to_text(found.items))
-    stream = Stream(items, chunk)
-    made = Copy(folder, items, stream)
+    table = from_text(to_text(found))
+    stream = Stream(table.items, chunk)
+    made = Copy(folder, table, stream)
     make_folder(folder)
     made.begin()
     sizes = [stream.nbytes(number) for number in range(stream.chunks)]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from hpc_train import files
 from hpc_train.errors import UserError
 from hpc_train.mpi.levels import Levels
+from hpc_train.staging import copy
+from hpc_train.staging.copy import lock
 from hpc_train.staging.listing import list_folders
 from hpc_train.staging.relay import WINDOW
 from hpc_train.staging.stage import StageRequest, bring, copies_folder, list_request
@@ -74,6 +78,46 @@ def test_a_copy_that_differs_on_one_node_is_made_again(group, source):
     group.barrier()
     assert bring(levels, listed(group, source), folder)
     assert seen(folder / "data/x") == seen(source)
+
+
+@NODES
+def test_copies_of_another_call_are_kept(group, source):
+    levels, folder = of_rank(group, source)
+    bring(levels, listed(group, source), folder)
+    other = listed(group, source / "small")
+    with pytest.raises(UserError, match=r"has copies of .*/source, which may be .*--clean"):
+        bring(levels, other, folder)
+    assert not bring(levels, listed(group, source), folder)
+    shutil.rmtree(folder)
+    assert bring(levels, other, folder)
+
+
+@NODES
+def test_a_call_is_refused_while_another_one_copies(group, source):
+    levels, folder = of_rank(group, source)
+    last = group.rank == group.size - 1
+    folder.mkdir()
+    held = lock(folder) if last else os.open("/", os.O_RDONLY)
+    group.barrier()
+    with pytest.raises(UserError, match="another `hpc-train stage` copies to .*/copies now"):
+        bring(levels, listed(group, source), folder)
+    kept = folder.exists()
+    os.close(held)
+    group.barrier()
+    assert bring(levels, listed(group, source), folder)
+    assert kept
+
+
+@NODES
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_ends_the_job_leaves_no_part(group, source, number, monkeypatch):
+    levels, folder = of_rank(group, source)
+    before = signal.getsignal(number)
+    monkeypatch.setattr(copy, "check_room", lambda *_: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit):
+        bring(levels, listed(group, source), folder)
+    assert not folder.exists()
+    assert signal.getsignal(number) is before
 
 
 @NODES
@@ -151,6 +195,8 @@ def test_one_rank_of_a_node_works(group, source):
         ({"SLURM_JOB_ID": "12", "SLURM_CLUSTER_NAME": "a"}, "hpc_train-12"),
         ({"PBS_JOBID": "12[3].server"}, "hpc_train-12[3].server"),
         ({"LSB_JOBID": "12", "LSB_JOBINDEX": "3"}, "hpc_train-12[3]"),
+        ({"FLUX_ENCLOSING_ID": "f1"}, "hpc_train-f1"),
+        ({"FLUX_ENCLOSING_ID": "f1", "FLUX_JOB_ID": "f2"}, "hpc_train-f1"),
         ({}, f"hpc_train-user-{os.getuid()}"),
     ],
 )

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hpc_train.launch.resources import Resources
 
 ANSWER_SECONDS = 30.0  # seconds to wait for the scheduler's answer
+# SLURM: all tasks of an array, and not only those that 64 characters can name.
+ANSWERS = {"LC_ALL": "C", "FLUX_F58_FORCE_ASCII": "1", "SLURM_BITSTR_LEN": "0"}
 LEAVE = "leave it out"
 # The user and our module set these. All other variables of ours are about the job around us.
 SETTINGS = (WARM, "HPC_TRAIN_PREFIX", "HPC_TRAIN_ROOT", "HPC_TRAIN_SILENCE")
@@ -308,7 +310,7 @@ def ask(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
             errors="replace",
             timeout=ANSWER_SECONDS,
             check=False,
-            env=dict(os.environ) | {"LC_ALL": "C", "FLUX_F58_FORCE_ASCII": "1"},
+            env=dict(os.environ) | ANSWERS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         why = f"no answer within {ANSWER_SECONDS:.0f} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -19,11 +20,18 @@ from hpc_train.config.durations import format_duration
 from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.host.process import begun_ticks
 from hpc_train.launch import SchedulerName
+from hpc_train.launch.protocol import QUEUED
 from hpc_train.launch.schedulers.base import LEAVE, QueuedJob, Scheduler, outside
 
 if TYPE_CHECKING:
     from hpc_train.launch.batch import BatchJob
 
+# What a scheduler tells the job around this process, and no setting of the user's. A local job has
+# this machine alone, but mpirun, too, would take the hosts of the job around it.
+_OF_A_JOB = re.compile(
+    r"SLURM_(?!CONF|CLUSTERS$)|SLURMD_|PBS_(?!CONF_FILE$|EXEC$|HOME$|SERVER$|DEFAULT$)"
+    r"|LSB_(?!DEFAULT)|FLUX_(JOB|ENCLOSING|TASK)_|K_MPI_JOB_ROLE$"
+)
 KILL_AFTER = 30  # seconds between SIGTERM and SIGKILL at the time limit
 
 
@@ -66,6 +74,7 @@ class Local(Scheduler):
         words = ["timeout", "--signal=TERM", f"--kill-after={KILL_AFTER}"]
         words += [str(batch.resources.seconds), "bash", batch.script]
         ids, ours = [], outside(os.environ)
+        ours = {name: value for name, value in ours.items() if not _OF_A_JOB.match(name)}
         for task in range(len(batch.sweep)) if batch.sweep else [""]:
             environ = {**ours, "HPC_TRAIN_TASK": str(task)}
             with Path(_output(batch)).open("ab") as output:
@@ -91,7 +100,8 @@ class Local(Scheduler):
             process, ticks, host = _parts(job)
             if host != here:
                 raise HpcTrainError(
-                    f"job {job} was started on {host}, and this is {here}", f"ask on {host}"
+                    f"job {job} was started on {host}, and this is {here}",
+                    f"ask on {host}, or remove {QUEUED} of the run directory if no job is left",
                 )
             with suppress(psutil.NoSuchProcess):
                 if ticks and str(begun_ticks(process)) == ticks:

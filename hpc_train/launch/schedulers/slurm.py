@@ -122,6 +122,14 @@ class Slurm(Scheduler):
                 found.append(QueuedJob(name, state, reason, elapsed, hosts))
         return found
 
+    def delete(self, ids: Sequence[str]) -> None:
+        """End jobs. Tasks that wait are ended with all of their array.
+
+        scancel refuses what squeue says of them, such as 7_[0-4%2].
+        """
+        arrays = {job.partition("_[")[0]: None for job in ids if "_[" in job}
+        super().delete([*arrays, *(job for job in ids if job.partition("_")[0] not in arrays)])
+
     def joules(self, ids: Sequence[str]) -> float:
         """The energy of these jobs by sacct(1), with all starts of a job that was requeued."""
         words = ("-X", "-D", "-n", "-P", "-j", ",".join(ids), "-o", "ConsumedEnergyRaw")
