@@ -30,8 +30,7 @@ def record_queued(run: Path, scheduler: SchedulerName, job: str, task: int | Non
     line = {"time": int(time.time()), "event": "queued", "job": job, "scheduler": scheduler}
     if task is not None:
         line["task"] = task
-    with (run / QUEUED).open("a") as file:
-        file.write(f"{json.dumps(line)}\n")
+    files.append_record(run / QUEUED, line)
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
@@ -109,7 +108,7 @@ def check_tasks(run: Path, tasks: Mapping[int, Sequence[str]]) -> None:
 def read_tasks(run: Path) -> dict[str, list[str]]:
     """The options of each task of a sweep, by its number."""
     with suppress(OSError, ValueError):
-        return dict(json.loads((run / TASKS).read_text()))
+        return dict(json.loads((run / TASKS).read_text(encoding="utf-8")))
     return {}
 
 
