@@ -108,7 +108,7 @@ def check_tasks(run: Path, tasks: Mapping[int, Sequence[str]]) -> None:
 def read_tasks(run: Path) -> dict[str, list[str]]:
     """The options of each task of a sweep, by its number."""
     with suppress(OSError, ValueError):
-        return dict(json.loads((run / TASKS).read_text(encoding="utf-8")))
+        return dict(json.loads((run / TASKS).read_text()))
     return {}
 
 
