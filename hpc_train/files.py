@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -206,6 +206,16 @@ def lines_of(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, An
             found = parsed_object(line.decode(errors="replace"))
             if found is not None:
                 yield found
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Add an object to a file of JSON lines, also after a line that a full disk has cut off."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+        whole = file.read(1) in (b"", b"\n")
+        line = f"{json.dumps(record)}\n"
+        file.write((line if whole else f"\n{line}").encode())
 
 
 def system_text(path: Path | str) -> str:

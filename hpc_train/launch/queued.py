@@ -55,8 +55,7 @@ def record_queued(
         line["task"] = task
     if older := {n: count for n, count in before.items() if task in (None, n)}:
         line["before"] = older
-    with (run / QUEUED).open("a") as file:
-        file.write(f"{json.dumps(line)}\n")
+    files.append_record(run / QUEUED, line)
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ which step it reached.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpc_train import files
 from hpc_train.errors import EXIT_STOPPED, FINAL_CODES, HpcTrainError, plural
 from hpc_train.launch.attempt import Attempt, Outcome, kill_session
 from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
@@ -229,8 +229,7 @@ class Supervisor:
             return
         path = self.run_dir / "launch.jsonl"
         try:
-            with path.open("a") as file:
-                file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")
+            files.append_record(path, {"time": round(time.time(), 3), **record})
         except OSError as error:
             self.say(f"{path} cannot be written ({error.strerror}), so reports lack this attempt")
 

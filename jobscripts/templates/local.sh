@@ -11,7 +11,7 @@ if ! declare -F module >/dev/null && [ -r "$MODULESHOME/init/bash" ]; then # `su
 fi
 name_of() { # PROCESS: its id, the time of its start in the kernel's ticks, and this host
     local fields
-    read -ra fields <"/proc/$1/stat" && echo "$1-${fields[21]}@$HOSTNAME"
+    read -ra fields <"/proc/$1/stat" && echo "$1-${fields[21]}@$(</proc/sys/kernel/hostname)"
 }
 job=$$
 if [ "$(<"/proc/$PPID/comm")" = timeout ]; then # else somebody has started this script by hand

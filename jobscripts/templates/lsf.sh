@@ -18,8 +18,13 @@ echo "job $job, start $count, on $LSB_MCPU_HOSTS"
 #% endblock %#
 #% block again %#
 if [ -n "$task" ]; then # a task of an array is submitted again by itself
-    sed '/^#BSUB -J /s/\[[^]]*\][%0-9]*//' "$script" >"$run_dir/job.sh"
-    script=$run_dir/job.sh
+    if sed '/^#BSUB -J /s/\[[^]]*\][%0-9]*//' "$script" >"$run_dir/job.sh"; then
+        script=$run_dir/job.sh
+    elif [ "$code" -eq 75 ]; then
+        why="$run_dir/job.sh cannot be written, so the task is not queued again: free space, and submit once more"
+        echo "$why"
+        end
+    fi
 fi
 spell env "HPC_TRAIN_TASK=$task" "$bsub"
 line+=" < $(printf %q "$script")"

@@ -18,8 +18,13 @@ echo "job $PBS_JOBID, start $count, on $(sort -u "$PBS_NODEFILE" | wc -l) nodes"
 #% endblock %#
 #% block again %#
 if [ -n "$task" ]; then # a task of an array is submitted again by itself
-    grep -v '^#PBS -[Jt] ' "$script" >"$run_dir/job.sh"
-    script=$run_dir/job.sh
+    if grep -v '^#PBS -[Jt] ' "$script" >"$run_dir/job.sh"; then
+        script=$run_dir/job.sh
+    elif [ "$code" -eq 75 ]; then
+        why="$run_dir/job.sh cannot be written, so the task is not queued again: free space, and submit once more"
+        echo "$why"
+        end
+    fi
 fi
 # The option -v replaces these directives.
 given=$(sed -n 's/^#PBS  *-v *//p' "$script" | sed 's/^"\(.*\)"$/\1/' | paste -sd, -)

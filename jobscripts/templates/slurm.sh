@@ -16,7 +16,12 @@ if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
     SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
     SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:+$(date +%s -d "$SLURM_JOB_END_TIME" 2>/dev/null)}
 fi
+#% if staging %#
+# The copies are removed before the job's end.
+[ -z "$SLURM_JOB_END_TIME" ] || export HPC_TRAIN_DEADLINE=$((SLURM_JOB_END_TIME - 10))
+#% else %#
 [ -z "$SLURM_JOB_END_TIME" ] || export HPC_TRAIN_DEADLINE=$SLURM_JOB_END_TIME
+#% endif %#
 # SLURM signals this shell. The launcher passes the signal on to the ranks, which save and exit with 75.
 # USR1 comes before the time limit. SIGTERM comes when the job is cancelled, preempted or requeued, and
 # at the time limit. Only SLURM knows which: it is asked once the ranks have saved.
@@ -88,8 +93,10 @@ if requeued; then
     why="SLURM has queued the job again"
     end
 elif [ "$state" = RUNNING ] && [ "${preempted:-None}" != None ]; then
-    # The grace time of a preemption: SLURM brings back only a job that has not ended by itself.
-    why="the job is preempted, and SLURM queues it again"
+    # The grace time of a preemption: SLURM brings back only a job that has not ended by itself, and none under
+    # PreemptMode=CANCEL.
+    why="the job is preempted, and SLURM may queue it again. If it does not come back, continue by: $line"
+    echo "$why"
     trap 'kill $!; end' TERM
     sleep infinity &
     wait $!
@@ -109,12 +116,19 @@ fi
 if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
     why="\`scontrol requeue\` failed"
 #% if staging %#
-    remove_copies # `scontrol requeue` ends this script at once
+    remove_copies 10 # `scontrol requeue` ends this script at once, and after the time limit SLURM does soon
 #% endif %#
-    undisturbed 60 "$scontrol" requeue "$job" && next=$job
-    if [ -z "$next" ]; then # a busy SLURM may have done it without an answer
+    undisturbed 60 "$scontrol" requeue "$job"
+    failed=$?
+    if [ "$failed" -eq 0 ]; then
+        next=$job
+    else # a busy SLURM may have done it without an answer
         ask
-        ! requeued || next=$job
+        if requeued; then
+            next=$job
+        elif [ "$failed" -eq 137 ]; then # `timeout` has ended the command
+            uncertain "no answer came"
+        fi
     fi
 else
     why="sbatch failed"

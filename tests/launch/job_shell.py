@@ -132,7 +132,7 @@ class Shell:
         path = self.folder / "job.sh"
         batch = replace(PLAIN, scheduler=self.scheduler, script=str(path), **values)
         made = text(replace(batch, launcher=["bash", "-c", start]))
-        made = made.replace("undisturbed 60 ", "undisturbed 1 ")
+        made = made.replace("undisturbed 60 ", "undisturbed 1 ").replace("_copies 10", "_copies 1")
         path.write_text(made.replace("undisturbed 5 ", f"undisturbed {patience} "))
         return path
 

@@ -310,7 +310,10 @@ def test_a_watch_that_cannot_start_is_tried_less_and_less_often(tmp_path):
         (shell.folder / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
         (shell.folder / "bin" / name).chmod(0o755)
     start = "until grep -q 300 slept; do /bin/sleep 0.02; done"
-    assert shell.run(start, setup=["no_kill=yes"], requeue_by="requeue").returncode == 0
+    script = shell.script(start, requeue_by="requeue")
+    script.write_text(script.read_text().replace("no_kill=\n", "no_kill=yes\n"))
+    environ = shell.environ
+    subprocess.run(["bash", script], cwd=tmp_path, env=environ, check=True, timeout=PATIENCE)
     pauses = [word for word in (shell.folder / "slept").read_text().split() if word != "0.2"]
     assert pauses[:7] == ["5", "10", "20", "40", "80", "160", "300"]
 
@@ -367,10 +370,26 @@ def test_the_copies_are_removed_before_slurm_requeues_the_job(tmp_path):
     shell = Shell(tmp_path, "slurm")
     stages = STAGES.replace("rm -r copies;", "cat told 2>/dev/null; rm -r copies;")
     staging = replace(STAGING, launcher=["bash", "-c", stages])
-    done = shell.run("exit 75", staging=staging, requeue_by="requeue")
+    environ = {"SLURM_JOB_END_TIME": "2000000000"}
+    start = "echo end $HPC_TRAIN_DEADLINE; exit 75"
+    done = shell.run(start, environ, staging=staging, requeue_by="requeue")
     assert any("requeue" in call for call in shell.calls)
     assert done.stdout.count("removed\n") == 1
     assert "requeue" not in done.stdout.partition("removed")[0]
+    assert "end 1999999990\n" in done.stdout, "there is time for it"
+
+
+def test_copies_that_cannot_be_removed_soon_do_not_keep_slurm_from_requeueing(tmp_path):
+    """After its time limit a job is killed soon, 30 seconds later as SLURM is installed."""
+    shell = Shell(tmp_path, "slurm")
+    staging = replace(
+        STAGING, launcher=["bash", "-c", STAGES.replace("rm -r", "exec sleep 70; rm")]
+    )
+    begin = time.monotonic()
+    done = shell.run("exit 75", staging=staging, requeue_by="requeue", patience="1")
+    assert done.returncode == 0
+    assert time.monotonic() - begin < 20
+    assert len(shell.calls) == 1
 
 
 def test_a_staging_that_fails_is_told_and_nothing_is_started(shell):

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from hpc_train.launch.batch import find_commands
+from hpc_train.launch.queued import read_events, record_queued
 from tests.launch.job_shell import ANSWER, ARRAYS, PLAIN, RUNNING, SAVES, Shell
 from tests.waiting import PATIENCE
 
@@ -119,10 +120,11 @@ def test_a_job_in_the_grace_time_of_a_preemption_stays_until_slurm_ends_it(slurm
     process = slurm.start(f"echo ready; exit {code}", requeue_by=mode)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)
-    assert end(process) == ""
+    text = end(process)
     assert process.returncode == code
     assert not slurm.calls
     assert "preempted" in slurm.records[-1]["why"]
+    assert f"If it does not come back, continue by: cd {slurm.folder} && sbatch" in text
 
 
 @pytest.mark.parametrize("mode", ["requeue", "submit"])
@@ -309,8 +311,12 @@ def test_usr1_queues_again_whether_or_not_the_scheduler_says_why(shell, how):
     if how in ("well", "late"):
         assert process.returncode == 0
         assert shell.records[-1]["next"] == ("7" if shell.scheduler == "slurm" else "8")
+        return
+    assert process.returncode == 75
+    if how == "hanging":
+        assert "no answer came, so look whether the job is in the queue" in text
+        assert shell.records[-1]["continue"] == "", "the scheduler may have queued it"
     else:
-        assert process.returncode == 75
         assert "failed: it is not queued again" in text
         assert shell.records[-1]["continue"] in text
 
@@ -347,6 +353,44 @@ def test_options_and_exits_of_the_setup_do_not_end_a_job_in_silence(slurm, setup
     assert told in done.stdout
     assert [record["event"] for record in slurm.records] == ["ended"]
     assert slurm.records[-1]["next"] == ("" if told else "8")
+
+
+@pytest.mark.parametrize("setup", [[], ["set -e"], ["set -euo pipefail; (kill $$; exit 1); true"]])
+def test_a_signal_ends_a_setup_with_and_without_its_set_e_alike(slurm, setup):
+    slurm.answer(TIME_LIMIT)
+    done = slurm.run("echo never", setup=[*setup, "(kill $$; exit 1)"])
+    assert done.returncode == 0, done.stdout
+    assert "never" not in done.stdout
+    assert len(slurm.calls) == 1
+
+
+def test_the_program_runs_in_the_folder_of_the_setup_and_the_next_job_begins_in_the_old_one(slurm):
+    (slurm.folder / "src").mkdir()
+    (slurm.folder / "bin/sbatch").write_text(f"#!/bin/sh\npwd >{slurm.folder}/begins; echo 8\n")
+    done = slurm.run("pwd; exit 75", setup=["cd src"])
+    assert f"{slurm.folder}/src\n" in done.stdout
+    assert (slurm.folder / "begins").read_text() == f"{slurm.folder}\n"
+    done = slurm.run("exit 75", setup=["cd src"], max_requeues=0)
+    assert [record["next"] for record in slurm.records] == ["8", ""]
+    assert slurm.records[-1]["continue"].startswith(f"cd {slurm.folder} && ")
+
+
+def test_variables_of_the_setup_are_those_of_the_program_and_not_of_the_script(shell):
+    names = ["job", "task", "script", "launcher", "command", "count", "line", "name", "code"]
+    setup = [f"export {name}=my-{name}" for name in names]
+    setup += ["run_dir=other; max_requeues=0", "end() { exit 3; }", "sbatch=other"]
+    tell = " ".join(f"${name}" for name in names)
+    done = shell.run(f'echo "{tell}"; exit 75', setup=setup)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " ".join(f"my-{name}" for name in names) in done.stdout
+    assert "my-" not in shell.calls[0]
+    assert shell.records[-1]["job"] == {"pbs": "7.x"}.get(shell.scheduler, "7")
+
+
+def test_a_setup_that_fails_is_told_of_the_job_whatever_variables_it_has_set(slurm):
+    done = slurm.run("exit 0", setup=["set -u; job=mine; run_dir=other; cd /; exit 1"])
+    assert done.stdout == "the setup failed: nothing is started\n"
+    assert slurm.records[-1]["job"] == "7"
 
 
 def test_a_trap_of_the_setup_stays(slurm):
@@ -391,6 +435,32 @@ def test_a_task_that_is_signalled_before_it_has_a_folder_goes_on(shell):
         assert "setup()" in (shell.folder / "again.sh").read_text()
 
 
+@pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
+def test_a_task_whose_script_cannot_be_written_is_not_queued_again(tmp_path, scheduler):
+    """bsub and qsub take an empty script, too."""
+    shell = Shell(tmp_path, scheduler)
+    (tmp_path / "run/task-1").mkdir(parents=True)
+    (tmp_path / "run/task-1/job.sh").symlink_to("/dev/full")
+    sweep = [["--run.seed", "1"], ["--run.seed", "2"]]
+    done = shell.run("exit 75", {ARRAYS[scheduler]: "1"}, sweep=sweep)
+    assert done.returncode == 75
+    assert "run/task-1/job.sh cannot be written" in done.stdout
+    assert "free space" in (tmp_path / "run/task-1/jobs.jsonl").read_text()
+    assert not shell.calls
+
+
+def test_a_record_after_half_a_line_has_a_line_of_its_own(slurm):
+    """The disk may have been full."""
+    (slurm.folder / "run").mkdir()
+    (slurm.folder / "run/jobs.jsonl").write_text('{"time": 17')
+    slurm.run("exit 0")
+    with (slurm.folder / "run/jobs.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"time"')
+    record_queued(slurm.folder / "run", "slurm", "8")
+    events = read_events(slurm.folder / "run")
+    assert [event["event"] for event in events] == ["ended", "queued"]
+
+
 def chain(shell: Shell, program: str, jobs: int = 10) -> int:
     """Run a script until it is not queued again; returns how many jobs there were."""
     for count in range(jobs):
@@ -413,6 +483,11 @@ def test_a_chain_with_newer_checkpoints_goes_on(shell, name):
     save = f"mkdir -p run/checkpoints; echo > run/checkpoints/{name}"
     assert chain(shell, f"{save}; exit 75", 5) == 5
     assert {record["stalled"] for record in shell.records} == {0}
+
+
+def test_a_chain_of_a_loop_whose_checkpoints_are_in_the_run_directory_goes_on(slurm):
+    save = "echo > run/step-00000000$HPC_TRAIN_QUEUED.safetensors"
+    assert chain(slurm, f"{save}; exit 75", 4) == 4
 
 
 def test_a_job_that_saves_the_same_step_again_makes_no_progress(shell):

@@ -81,6 +81,7 @@ end() { # note how the job ends, and end it
     text=("${text[@]//[[:cntrl:]]/ }")
     text=("${text[@]//\\/\\\\}")
     text=("${text[@]//\"/\\\"}")
+    [ -z "$(tail -c 1 "$run_dir/jobs.jsonl" 2>/dev/null)" ] || echo >>"$run_dir/jobs.jsonl" # after half a line
     printf '{"time": %s, "event": "ended", "job": "%s", "code": %s, "stalled": %s, "next": "%s", "why": "%s", "continue": "%s"}\n' \
         "$(date +%s)" "${text[0]}" "$code" "$stalled" "${text[@]:1}" >>"$run_dir/jobs.jsonl"
     exit "$code"
@@ -91,12 +92,35 @@ fail() { # WHAT HAS FAILED
     echo "$why: nothing is started"
     end
 }
-trap 'trap - EXIT; fail setup' EXIT # the setup may call exit, or a command fails after its `set -e`
+# The setup may use names of this script for variables of its own, and may change the folder. The script keeps its
+# values and its folder. The program starts in the setup's folder, with all variables that the setup exports.
+own_folder=$PWD
+own_names=(run_dir all command launcher stage stage_launcher environment requeue_by max_requeues script notice no_kill
+    walltime output task job own child line stalled next why resume_by count code stop copies before waiting name)
+own_names+=(flux)
+own_values=$(
+    declare -p "${own_names[@]}" 2>/dev/null
+    declare -f end fail pass_on
+)
+own_exports=() # those that the program would not see, as they have names of this script
+trap 'trap - ERR EXIT; set +eu; cd "$own_folder"; eval "$own_values"; fail setup' EXIT # the setup may call exit
+set -E
+trap '[ -z "$signalled" ] || set +e' ERR # a signal to the job ends a command of the setup, too
 setup
-code=$?
+own_code=$?
+set +eEu +o pipefail # the rest looks at exit codes by itself
+[[ $(trap -p ERR) != *signalled* ]] || trap - ERR
 [[ $(trap -p EXIT) != *"fail setup"* ]] || trap - EXIT # not a trap of the setup
-set +eu +o pipefail # the rest looks at exit codes by itself
-if [ "$code" -ne 0 ] && [ -z "$signalled" ]; then # a signal to the job ends a command of the setup, too
+for own_name in "${own_names[@]}"; do
+    read -r _ own_flags _ <<<"$(declare -p "$own_name" 2>/dev/null)"
+    [[ $own_flags != *x* ]] || own_exports+=("$own_name=${!own_name}")
+done
+unset -v "${own_names[@]}"
+eval "$own_values"
+code=$own_code
+folder=$PWD
+cd "$own_folder" || fail "return to $own_folder"
+if [ "$code" -ne 0 ] && [ -z "$signalled" ]; then
     fail setup
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -116,13 +140,19 @@ fi
 echo "job $job, start $count, on $("$flux" getattr hostlist)"
 
 newest() { # the newest checkpoint: its name has the step; the files of other programs have their time
-    find "$run_dir/checkpoints" -type f ! -name '.*' ! -name LATEST \
-        \( -name 'step-*' -printf '%f\n' -o -printf '%T@ %f\n' \) 2>/dev/null | LC_ALL=C sort | tail -n 1
+    { # those of a `Loop` are in the run directory itself
+        find "$run_dir" -maxdepth 1 -type f -name 'step-*' -printf '%f\n'
+        find "$run_dir/checkpoints" -type f ! -name '.*' ! -name LATEST \
+            \( -name 'step-*' -printf '%f\n' -o -printf '%T@ %f\n' \)
+    } 2>/dev/null | LC_ALL=C sort | tail -n 1
 }
 before=$(newest)
 code=75
 if [ -z "$signalled" ]; then
-    "${launcher[@]}" "${command[@]}" &
+    cd "$folder" || fail "change to $folder"
+    ${own_exports[0]:+env} "${own_exports[@]}" "${launcher[@]}" "${command[@]}" &
+    # shellcheck disable=SC2164
+    cd "$own_folder"
     sleep 0.2 # the child first drops this shell's traps; a signal before that would be lost
     child=$!
     [ -z "$signalled" ] || pass_on USR1 # the signal came before there was a child
@@ -181,14 +211,21 @@ else
 fi
 [ -z "$why" ] || end
 
+uncertain() { # WHY [ANSWER]
+    why="$1, so look whether the job is in the queue${2:+: $2}"
+    resume_by= # it could be a second job
+    echo "$why"
+    echo "If it is not in the queue, continue by: $line"
+}
 queue_by() { # COMMAND that queues the job: set next to the new job's id
-    local answer
-    answer=$("$@") || return
-    next=$(sed -En 's|^()([A-Za-z0-9]+)$|\2|p' <<<"$answer" | tail -n 1)
-    if [ -z "$next" ]; then
-        why="no job id was told, so look whether the job is in the queue: $answer"
-        resume_by= # it would be a second job
-        echo "$why"
+    local answer failed
+    answer=$("$@")
+    failed=$?
+    if [ "$failed" -eq 0 ]; then
+        next=$(sed -En 's|^()([A-Za-z0-9]+)$|\2|p' <<<"$answer" | tail -n 1)
+        [ -n "$next" ] || uncertain "no job id was told" "$answer"
+    elif [ "$failed" -eq 124 ] || [ "$failed" -eq 137 ]; then # `timeout` has ended it
+        uncertain "no answer came" "$answer"
     fi
 }
 why="flux batch failed"
