@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpc_train.collectives.protocol import Done
+from hpc_train.collectives.protocol import Done, check_has_dimension
 from hpc_train.mpi.group import Group
 
 
@@ -29,10 +29,12 @@ class AloneCollectives:
 
     def start_gather(self, tensor: Tensor, dim: int) -> Done:
         """The tensor, which is all that there is to gather."""
+        check_has_dimension(tensor)
         return Done(tensor)
 
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Done:
         """The tensor: this rank's part is all of it."""
+        check_has_dimension(tensor)
         return Done(tensor)
 
     @property

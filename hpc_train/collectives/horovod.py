@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hpc_train.collectives.overwrite import bits, bring_back
-from hpc_train.collectives.protocol import WIDENED, Pending
+from hpc_train.collectives.protocol import WIDENED, Pending, check_has_dimension
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
@@ -61,7 +61,7 @@ class HorovodCollectives:
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> None:
         """Replace the tensor by that of rank `root`."""
-        near = tensor.detach().contiguous()  # Horovod takes contiguous tensors only
+        near = _plain(tensor)
         self._begin(
             f"broadcast {root}",
             near,
@@ -110,12 +110,13 @@ class HorovodCollectives:
 
     def _first(self, tensor: Tensor, dim: int) -> Tensor:
         """The tensor with a dimension moved to the front, where Horovod gathers and cuts."""
+        check_has_dimension(tensor)
         if not self._ascends:
             raise ValueError(f"Horovod would reorder ranks {self.ranks}: gather over MPI")
-        return tensor.detach().movedim(dim, 0).contiguous()
+        return _plain(tensor.movedim(dim, 0))
 
     def _reduce(self, kind: str, tensor: Tensor, operation: Any) -> Pending:
-        near = _wide(tensor.detach().contiguous())
+        near = _wide(_plain(tensor))
         return self._begin(
             kind,
             near,
@@ -177,6 +178,11 @@ class Begun:
     def done(self) -> bool:
         """Whether Horovod's thread has finished the operation."""
         return self.handle is None or bool(self.owner.hvd.poll(self.handle))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor as Horovod takes it: contiguous, and with its own numbers in memory."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _wide(near: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpc_train.collectives.overwrite import bits, bring_back
-from hpc_train.collectives.protocol import WIDENED, Done, Pending
+from hpc_train.collectives.overwrite import bits, bring_back, overwrite
+from hpc_train.collectives.protocol import WIDENED, Done, Pending, check_has_dimension
 from hpc_train.collectives.streams import stream_now
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.traffic import Operation
@@ -150,10 +150,12 @@ class MpiCollectives:
 
     def start_gather(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to put the ranks' tensors together along a dimension."""
+        check_has_dimension(tensor)
         return self._start(MpiCollectives._gathered, tensor, dim)
 
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to sum over the ranks and keep this rank's part along a dimension."""
+        check_has_dimension(tensor)
         if tensor.dtype not in WIDENED:
             _type(tensor)  # refuse it here and not in the thread
         return self._start(MpiCollectives._scattered, tensor, dim)
@@ -240,7 +242,7 @@ class MpiCollectives:
         if tensor.dtype in WIDENED:
             wide = tensor.detach().float()
             self._reduce(wide, operation, what)
-            tensor.detach().copy_(wide)
+            overwrite(tensor, wide)
             return
         datatype = _type(tensor)
         plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hpc_train.errors import UserError
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
@@ -47,12 +48,19 @@ class Collectives(Protocol):
         """Begin `sum_` of a contiguous tensor, which must not be used until the end."""
 
     def start_gather(self, tensor: Tensor, dim: int) -> Pending:
-        """Begin to join the ranks' tensors along a dimension, in the order of ranks."""
+        """Begin to join the ranks' tensors along a dimension, in the order of ranks.
+
+        Raises:
+            UserError: the tensor has no dimensions.
+        """
 
     def start_sum_scatter(self, tensor: Tensor, dim: int) -> Pending:
         """Begin to sum over the ranks and to keep this rank's equal part along a dimension.
 
         The ranks must divide the dimension.
+
+        Raises:
+            UserError: the tensor has no dimensions.
         """
 
     @property
@@ -76,6 +84,19 @@ class Done:
     def done(self) -> bool:
         """True: the result is there."""
         return True
+
+
+def check_has_dimension(tensor: Tensor) -> None:
+    """Check that a tensor has a dimension along which ranks' tensors can be joined or cut.
+
+    Raises:
+        UserError: it is a single number.
+    """
+    if not tensor.dim():
+        raise UserError(
+            "ranks can neither join nor cut a tensor without dimensions",
+            "give it a first dimension, as x.unsqueeze(0) does",
+        )
 
 
 def connect(

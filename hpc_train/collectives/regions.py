@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpc_train.collectives.protocol import Collectives
-from hpc_train.errors import UserError
+from hpc_train.collectives.protocol import Collectives, check_has_dimension
+from hpc_train.errors import UserError, plural
 
 
 def check_no_transform(what: str, remedy: str) -> None:
@@ -29,6 +29,21 @@ def check_no_transform(what: str, remedy: str) -> None:
         raise UserError(
             f"{what} needs the samples of all ranks, and torch.func (grad ...) does not see them",
             remedy,
+        )
+
+
+def check_divided(tokens: int, over: Collectives) -> None:
+    """Check that the ranks can have equal parts of the tokens.
+
+    Raises:
+        UserError: they cannot; on all of them.
+    """
+    size = over.group.size
+    if tokens % size:
+        raise UserError(
+            f"sequence parallelism cannot cut {plural(tokens, 'token')} into equal parts for the "
+            f"{size} ranks of parallel.tp",
+            f"give samples a multiple of {size} tokens, or leave parallel.sequence_parallel out",
         )
 
 
@@ -78,7 +93,11 @@ def joined(x: Tensor, over: Collectives) -> Tensor:
 
     The gradient of x is the sum over the ranks of what they compute for it. It can be
     differentiated again.
+
+    Raises:
+        UserError: x has no dimensions, and so no rows.
     """
+    check_has_dimension(x)
     if over.group.size == 1:
         return x
     if x.is_complex():  # sums are of real numbers
@@ -100,6 +119,10 @@ def summed_and_cut(x: Tensor, over: Collectives, dim: int) -> Tensor:
     """This rank's part, along a dimension, of the sum over the ranks. Collective.
 
     The backward pass gathers the gradient from all ranks.
+
+    Raises:
+        UserError: the ranks do not divide the dimension.
     """
+    check_divided(x.shape[dim], over)
     result: Tensor = _SumScatter.apply(x, over, dim)
     return result

@@ -10,8 +10,9 @@ https://arxiv.org/abs/1502.03167; the gradients are in its section 3.
 from __future__ import annotations
 
 import copyreg
+import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -50,7 +51,9 @@ def set_up_batch_norm(model: nn.Module, over: Collectives, batch_norm: BatchNorm
     if group.size == 1:
         return
     named = dict(model.named_modules())
-    layers = {name: module for name, module in named.items() if isinstance(module, _BatchNorm)}
+    layers: dict[str, Any] = {
+        name: module for name, module in named.items() if isinstance(module, _BatchNorm)
+    }
     foreign = [name for name, module in layers.items() if isinstance(module, nn.SyncBatchNorm)]
     if foreign:
         raise UserError(
@@ -65,7 +68,10 @@ def set_up_batch_norm(model: nn.Module, over: Collectives, batch_norm: BatchNorm
     if batch_norm == "sync":
         width = 1 + 2 * max((module.num_features for module in layers.values()), default=0)
         for number, (name, module) in enumerate(layers.items()):
-            _synchronize(module, _Sums(over, name, number, width))
+            kind: Any = type(module)
+            if not isinstance(module, _Synchronized):
+                module.__class__ = _over_ranks(kind)
+            module.sums_over_ranks = _Sums(over, name, number, width)
     if group.rank == 0:
         _tell(named, layers, batch_norm)
 
@@ -116,30 +122,34 @@ def average_statistics(model: nn.Module, over: Collectives) -> None:
 def release(model: nn.Module, over: Collectives) -> None:
     """Make the layers that `set_up_batch_norm` has changed for these ranks plain again."""
     for module in model.modules():
-        if isinstance(module, _Synchronized) and module.sums.over is over:
+        if isinstance(module, _Synchronized) and module.sums_over_ranks.over is over:
             module.__class__ = module.plain
+            del module.sums_over_ranks
 
 
 class _Synchronized:
     """A mixin that takes a BatchNorm layer's statistics over all ranks.
 
-    `_synchronize` only changes the class of the layer, so its name and its tensors stay, and
-    `isinstance` still works. A copy or a pickle of the layer is plain.
+    Only the class of the layer is changed, so its name and its tensors stay, and `isinstance`
+    still works. A copy or a pickle of the layer is plain. This class comes directly before torch's
+    own, so that a subclass of the user gets here by `super().forward`.
     """
 
     plain: ClassVar[type[Any]]
-    sums: ClassVar[_Sums]
+    sums_over_ranks: _Sums
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not self.training:
             result: Tensor = super().forward(x)  # type: ignore[misc]
             return result
+        sums = self.sums_over_ranks
+        sums.reached = True
         self._check_input_dim(x)
         check_no_transform(
-            f"BatchNorm layer {self.sums.name}",
+            f"BatchNorm layer {sums.name}",
             'compute gradients by torch.autograd.grad, or set batch_norm to "local"',
         )
-        mean, var, count = _statistics(x, self.running_mean, self.sums)
+        mean, var, count = _statistics(x, self.running_mean, sums)
         if self.track_running_stats and self.running_mean is not None:
             self.num_batches_tracked.add_(1)
             rate = self.momentum
@@ -148,12 +158,13 @@ class _Synchronized:
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
             self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), rate)
         normalized: Tensor = _Normalize.apply(
-            x, self.weight, self.bias, mean, var, count, self.eps, self.sums
+            x, self.weight, self.bias, mean, var, count, self.eps, sums
         )
         return normalized
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copyreg.__newobj__, (self.plain,), self.__dict__  # type: ignore[attr-defined]
+        state = {name: value for name, value in vars(self).items() if name != "sums_over_ranks"}
+        return copyreg.__newobj__, (self.plain,), state  # type: ignore[attr-defined]
 
 
 def has_synchronized(model: nn.Module) -> bool:
@@ -166,7 +177,7 @@ FORWARD, BACKWARD, AGAIN, SECOND = range(4)
 sums for second derivatives."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sums:
     """Adds up what a layer has computed on each rank.
 
@@ -176,12 +187,14 @@ class _Sums:
         number: its number among the layers that are synchronized.
         width: the most values of such a layer. All send as many, so that ranks in different layers
             end with an error, and not with each other's values or in a wait.
+        reached: whether the layer has asked for sums yet.
     """
 
     over: Collectives
     name: str
     number: int
     width: int
+    reached: bool = field(default=False, init=False)
 
     def add(self, values: Tensor, kind: int) -> Tensor:
         """Add up values over the ranks. Collective.
@@ -210,12 +223,30 @@ class _Sums:
         return sums[2 : 2 + len(values)]
 
 
-def _synchronize(module: Any, sums: _Sums) -> None:
-    plain = module.plain if isinstance(module, _Synchronized) else type(module)
-    own = {"plain": plain, "sums": sums}
+@functools.cache
+def _over_ranks(plain: Any) -> Any:
+    """The class of a layer that was of class `plain`. Layers of one class still have one class."""
+    torchs = next(one for one in plain.__mro__ if one.__module__ == _BatchNorm.__module__)
+    ours = type(torchs.__name__, (_Synchronized, torchs), {})
+    bases = (ours,) if plain is torchs else (plain, ours)
+
+    def forward(self: Any, *args: Any, **how: Any) -> Any:
+        if not isinstance(self, whole):  # `release` came, and a wrapper has kept this method
+            return type(self).forward(self, *args, **how)
+        result = super(whole, self).forward(*args, **how)
+        sums = self.sums_over_ranks
+        if self.training and not sums.reached:
+            raise UserError(
+                f"BatchNorm layer {sums.name}, a {plain.__name__}, takes its statistics by itself, "
+                "so from its own rank's samples only",
+                'let its forward call super().forward, or set batch_norm to "local"',
+            )
+        return result
+
     # torch.compile would look into the sums over the ranks.
-    own["forward"] = torch.compiler.disable(_Synchronized.forward)
-    module.__class__ = type(plain.__name__, (_Synchronized, plain), own)
+    own = {"plain": plain, "forward": torch.compiler.disable(forward)}
+    whole: Any = type(plain.__name__, bases, own)
+    return whole
 
 
 def _statistics(x: Tensor, about: Tensor | None, over: _Sums) -> tuple[Tensor, Tensor, float]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives
+from hpc_train.collectives.regions import check_divided
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.hooks import has_hooks
@@ -269,16 +270,21 @@ class _Sharing:
     def _cut_input(
         self, layer: nn.Module, args: tuple[Any, ...], how: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        group = self.over.group
         if args:
-            return (args[0].chunk(group.size, -1)[group.rank], *args[1:]), how
+            return (self._part_of(args[0]), *args[1:]), how
         first = next(iter(signature(layer.forward).parameters), "")
         if first not in how:
             raise UserError(
                 f"tensor plan: a {type(layer).__name__} of style sequence is called without input",
                 "give it the tensor to cut as its first argument",
             )
-        return args, how | {first: how[first].chunk(group.size, -1)[group.rank]}
+        return args, how | {first: self._part_of(how[first])}
+
+    def _part_of(self, tokens: Tensor) -> Tensor:
+        """This rank's part along the last dimension."""
+        check_divided(tokens.shape[-1], self.over)
+        group = self.over.group
+        return tokens.chunk(group.size, -1)[group.rank]
 
 
 def _replaceable(layer: nn.Module) -> bool:

@@ -179,6 +179,9 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     # The model: rank 0's weights, cut to this rank's part, on its device.
     set_precision(model, getattr(torch, config.precision.parameters))
     state_bytes = sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())
+    # BatchNorm comes before what keeps a layer's `forward`: compilation, stages, recomputation.
+    replicas = connect(grid.data, device)
+    batch_norm.set_up_batch_norm(model, replicas, parallel.batch_norm)
     if config.run.compile:
         with agreed(group):
             compile_blocks(model, device)
@@ -193,8 +196,6 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
         recompute=config.memory.recompute,
     )
     model.to(device)
-    replicas = connect(grid.data, device)
-    batch_norm.set_up_batch_norm(model, replicas, parallel.batch_norm)
 
     # The optimizer. Its step first averages the gradients over the replicas.
     optimizer = build_optimizer(model, config.optimizer)

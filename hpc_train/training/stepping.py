@@ -197,7 +197,8 @@ class Stepping(Delivery):
             Shape (ranks x samples, ...), in the order of the ranks, as one process has them.
 
         Raises:
-            UserError: shapes or dtypes differ between ranks, or a transform of torch.func calls it.
+            UserError: shapes or dtypes differ between ranks, `values` has no dimensions, or a
+                transform of torch.func calls it.
         """
         self._check_open()
         if self.group.size > 1:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hpc_train.collectives import connect
+from hpc_train.errors import UserError
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 
@@ -99,6 +100,40 @@ class TestEveryImplementation:
         assert torch.equal(gathered, expected.expand(2, -1))
         assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in sent)
 
+    def test_views_that_stand_for_other_numbers_than_memory_has(self, join):
+        over = join()
+        rank, last = over.group.rank, over.group.size - 1
+        ones = torch.full((3, 2), rank + 1.0)
+        mine = [torch.complex(torch.zeros(3, 2), ones).conj().imag for _ in range(4)]
+        assert all(one.is_neg() for one in mine)
+        over.sum_(mine[0])
+        over.max_(mine[1])
+        over.broadcast_(mine[2], last)
+        gathered = over.start_gather(mine[3], 0).wait()
+        turned = torch.tensor([1j * (rank + 1)]).conj()
+        over.broadcast_(turned if rank != 1 else turned.resolve_conj())
+        numbers = [-number - 1.0 for number in range(last + 1)]
+        assert [one.unique().tolist() for one in mine[:3]] == [[sum(numbers)], [-1], [numbers[-1]]]
+        assert gathered[::3, 0].tolist() == numbers
+        assert turned.tolist() == [-1j] or rank == 1
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_elements_may_lie_at_one_place(self, join, dtype):
+        over = join()
+        number = over.group.rank + 1.0
+        total, largest = (torch.full((4, 1), number, dtype=dtype).expand(4, 3) for _ in range(2))
+        over.sum_(total)
+        over.max_(largest)
+        size = over.group.size
+        assert total.unique().tolist() == [size * (size + 1) / 2]
+        assert largest.unique().tolist() == [size]
+
+    def test_a_tensor_without_dimensions_is_neither_joined_nor_cut(self, join):
+        over = join()
+        for start in (over.start_gather, over.start_sum_scatter):
+            with pytest.raises(UserError, match="tensor without dimensions: give it a first"):
+                start(torch.tensor(1.0), 0)
+
     @pytest.mark.parametrize("dim", [0, 1, -1])
     def test_gather_joins_and_sum_scatter_cuts_along_a_dimension(self, implementation, dim):
         over, tensors = implementation
@@ -165,17 +200,6 @@ def test_tensors_may_lie_in_any_order(group):
     assert torch.equal(tensor, torch.full((2, 3, 4, 5), group.size - 1.0))
     connect(group).sum_(tensor)
     assert torch.equal(tensor, torch.full((2, 3, 4, 5), group.size * (group.size - 1.0)))
-
-
-def test_views_that_stand_for_other_numbers_than_memory_has(job):
-    over, rank = connect(job.world), job.world.rank
-    negative = torch.complex(torch.zeros(2), torch.full((2,), rank + 1.0)).conj().imag
-    assert negative.is_neg()
-    over.max_(negative)
-    assert negative.tolist() == [-1.0, -1.0]
-    turned = torch.tensor([1j * (rank + 1)]).conj()
-    over.broadcast_(turned if rank != 1 else turned.resolve_conj())
-    assert turned.tolist() == [-1j] or rank == 1
 
 
 class Limited:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hpc_train.collectives import connect
@@ -15,6 +16,11 @@ from hpc_train.gradients import average_gradients
 from hpc_train.parallel import batch_norm
 
 pytestmark = pytest.mark.mpi
+
+
+class Activated(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x).relu()
 
 
 def build(momentum):
@@ -27,7 +33,7 @@ def build(momentum):
         nn.BatchNorm2d(3, affine=False),
         nn.Flatten(),
         nn.Linear(48, 5, bias=False),
-        nn.BatchNorm1d(5, track_running_stats=False),
+        Activated(5, track_running_stats=False),
         nn.Linear(5, 2),
     ).double()
 
@@ -82,9 +88,13 @@ def test_a_layer_stays_a_batch_norm_and_copies_are_plain(job):
     twin = copy.deepcopy(model).eval()
     assert type(twin[1]) is nn.BatchNorm2d
     x = pictures(0, 0.0)
+    assert type(twin[7]) is Activated
     assert torch.equal(twin[:7](x), model.eval()[:7](x))
+    kept = model[1].forward  # as the wrapper of a block keeps it
     batch_norm.release(model, over)
     assert type(model[1]) is nn.BatchNorm2d
+    y = model[0](x)
+    assert torch.equal(kept(y), model[1](y))
 
 
 def domains(over):
@@ -156,6 +166,22 @@ def test_ranks_in_different_layers_are_refused(job, backward):
         call = partial(layer, x)
     with pytest.raises(UserError, match="do not all compute BatchNorm layer"):
         call()
+
+
+class ByItself(nn.BatchNorm1d):
+    """Computes as torch's own layer does, and does not call it."""
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_layer_that_takes_its_own_statistics_is_refused(job):
+    model, x = nn.Sequential(nn.Identity(), ByItself(3)), torch.randn(4, 3)
+    batch_norm.set_up_batch_norm(model, connect(job.world), "sync")
+    with pytest.raises(UserError, match=r"layer 1, a ByItself, .* let its forward call super\(\)"):
+        model(x)
+    assert model.eval()(x).shape == x.shape
 
 
 def test_evaluation_asks_nobody(job):

@@ -338,6 +338,18 @@ def test_a_module_of_style_sequence_without_input_is_told(job):
     over.close()
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("layer", ["position", "token"])
+def test_tokens_that_the_ranks_do_not_divide_are_told_by_all(group, layer):
+    model, over = User(), connect(group)
+    parallelize(model, User.plan, over, sequence_parallel=True)
+    tokens = torch.zeros(2, 2 * group.size + 1, dtype=torch.int64)
+    what = rf"cut {2 * group.size + 1} tokens .* the {group.size} ranks of parallel\.tp: give"
+    with pytest.raises(UserError, match=what):
+        getattr(model, layer)(tokens)
+    over.close()
+
+
 def test_a_layer_with_two_names_stays_one():
     model = User()
     model.layers[1] = model.layers[0]

@@ -86,6 +86,25 @@ def test_the_values_are_the_same_on_every_layout(job, together, reference, optio
         check_equal(together / "run", reference)
 
 
+class Normed(nn.Sequential):
+    """BatchNorm layers are stages and blocks."""
+
+    stages = ("*",)
+
+    def __init__(self):
+        norms = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+        super().__init__(nn.Linear(5, 8), norms[0], nn.Linear(8, 8), norms[1], nn.Linear(8, 1))
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("option", ["--parallel.pp=2", "--memory.recompute=full"])
+def test_batch_norm_that_is_a_stage_or_a_block_sees_the_samples_of_all_ranks(job, together, option):
+    make(config(together / "run", option), job, Normed).train()
+    if job.world.rank == 0:
+        make(config(together / "reference"), Runtime(Group(), Group()), Normed).train()
+        check_equal(together / "run", together / "reference")
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("options", [["--memory.zero", "0"], ["--memory.zero", "1"]])
 def test_nodes_whose_processors_round_otherwise_begin_alike(job, together, monkeypatch, options):

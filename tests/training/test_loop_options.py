@@ -350,6 +350,8 @@ def test_a_gather_of_other_shapes_or_in_a_transform_is_refused(job, together):
     with pytest.raises(UserError, match=r"what loop.gather was given \(shape and dtype\)"):
         mine.loop.gather(torch.ones(1 + job.world.rank))
     assert mine.loop.gather(torch.ones(2, dtype=torch.complex64)).shape == (2 * job.world.size,)
+    with pytest.raises(UserError, match="without dimensions: give it a first dimension"):
+        mine.loop.gather(torch.tensor(1.0))
     with pytest.raises(UserError, match=r"loop.gather needs the samples .*autograd\.grad"):
         torch.func.grad(lambda x: mine.loop.gather(x).sum())(torch.ones(2))
 
