@@ -30,7 +30,6 @@ OF_TORCH = {"_Normalize.forward"}
 OF_SCIKIT_LEARN = {"Classifier.__init__", "Regressor.__init__"}
 # Packages whose docstring lists some of their modules alone.
 LISTS_A_PART = {"launch/schedulers/__init__.py"}
-ENCODINGS_LATER = {"launch"}  # folders in which text files have no encoding yet
 TESTS = Path(__file__).parent
 # Folders of tests that belong to no module: whole programs, and the emulated cluster.
 WHOLE = {"cluster", "system"}
@@ -133,9 +132,5 @@ def _without_encoding(tree):
 
 def test_text_files_have_an_encoding():
     """ruff's PLW1514 takes only what it infers for a path: not `(folder / name).read_text()`."""
-    found = {
-        module: [*_without_encoding(tree)]
-        for module, tree in MODULES.items()
-        if module.split("/")[0] not in ENCODINGS_LATER
-    }
+    found = {module: [*_without_encoding(tree)] for module, tree in MODULES.items()}
     assert not {module: lines for module, lines in found.items() if lines}

@@ -132,7 +132,7 @@ class ProfileRequest:
     def _answer(self) -> dict[str, Any]:
         """What the job says to this request; empty if it has said nothing yet."""
         with suppress(OSError, ValueError):
-            said = json.loads((self.folder / PROFILE_ANSWER).read_text())
+            said = json.loads((self.folder / PROFILE_ANSWER).read_text(encoding="utf-8"))
             if isinstance(said, dict) and said.get("request") == self._number:
                 return said
         return {}
@@ -141,7 +141,7 @@ class ProfileRequest:
 def read_profile_request(run: Path) -> dict[str, Any]:
     """The request that waits in a run directory; empty if there is none that can be read."""
     with suppress(OSError, ValueError):
-        asked = json.loads((run / PROFILES / PROFILE_REQUEST).read_text())
+        asked = json.loads((run / PROFILES / PROFILE_REQUEST).read_text(encoding="utf-8"))
         if isinstance(asked, dict):
             return asked
     return {}

@@ -163,7 +163,7 @@ def one_submission(run: Path) -> Iterator[None]:
         UserError: a job of the run is queued or runs.
         HpcTrainError: the scheduler does not say.
     """
-    with (run / QUEUED).open("a") as file:
+    with (run / QUEUED).open("a", encoding="utf-8") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         _, jobs = still_queued(run)

@@ -67,7 +67,7 @@ def submit(request: SubmitRequest) -> Submission:
         raise UserError(f"{run_dir / STOP} is there", "remove it to resume the run")
     with _writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / QUEUED).open("a").close()  # it may be another user's
+        (run_dir / QUEUED).open("a", encoding="utf-8").close()  # it may be another user's
     ids: list[str] = []
     with one_submission(run_dir):
         tasks = dict(enumerate(map(list, batch.sweep), scheduler.first_task))

@@ -284,7 +284,7 @@ def submitted(
     """
     done = subprocess.run(
         words,
-        input=stdin.read_text() if stdin else None,
+        input=stdin.read_text(encoding="utf-8") if stdin else None,
         stdin=None if stdin else subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -53,7 +53,9 @@ class MpiJob(Scheduler):
                 f"the name {batch.name!r} is not allowed by Kubernetes",
                 "give --name with up to 53 lower-case letters, digits and - only",
             )
-        tree: dict[str, Any] = yaml.safe_load((TEMPLATES / self.template).read_text())
+        tree: dict[str, Any] = yaml.safe_load(
+            (TEMPLATES / self.template).read_text(encoding="utf-8")
+        )
         tree["metadata"] = {"generateName": f"{batch.name}-"}  # kubectl adds five characters
         spec = tree["spec"]
         asked = batch.resources
