@@ -181,7 +181,7 @@ class Delivery(LoopLife):
             if not self._looked:
                 self._looked = True
                 self.registered.check()
-                self.registered.tell_of_nothing()
+                self.registered.tell_of_lost()
 
     def _leave_step(self, *awaited: str) -> None:
         """Meet the other ranks after a step. If one averages instead, all raise. Collective."""
