@@ -44,7 +44,7 @@ class GroupValues:
     def _marks(self) -> list[dict[str, Any]]:
         """For each group, what tells by key whether a value has changed."""
         return [
-            {key: _mark(value) for key, value in group.items() if key != "params"}
+            {key: mark_of(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
 
@@ -74,12 +74,12 @@ class GroupValues:
         self.keys.update(key for values in saved for key in values)
 
 
-def _mark(value: Any) -> Any:
+def mark_of(value: Any) -> Any:
     """What differs once a value has changed. It is compared without a wait for a device."""
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if isinstance(value, list | tuple):
-        return [_mark(one) for one in value]
+        return [mark_of(one) for one in value]
     return value if isinstance(value, PLAIN) else id(value)
 
 
