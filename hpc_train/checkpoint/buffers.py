@@ -1,21 +1,32 @@
-"""The buffers of a model, which all replicas get from rank 0. Each rank keeps its sparse ones."""
+"""The buffers of a model, which all replicas get from rank 0. Each rank keeps its sparse ones.
+
+A module may make a buffer in its first forward pass: one that came as None or without elements. Or
+it makes it larger, and takes the saved shape when it is loaded, as observers of quantization do.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hpc_train.checkpoint.fileformat import Entry, torch_dtypes
 from hpc_train.checkpoint.parts import as_bytes
+from hpc_train.checkpoint.state import MODEL
 from hpc_train.collectives import Collectives
+from hpc_train.errors import UserError
 from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
 
 COMPARED = 1 << 20  # elements of each buffer
+Form: TypeAlias = "tuple[torch.dtype, torch.Size]"
+BufferForms: TypeAlias = "dict[str, Form | None]"
+"""Type and shape of each buffer that is saved, by name; None: the buffer is None."""
 
 
 class Buffers:
@@ -73,3 +84,89 @@ def _changed_by(change: Callable[[torch.Tensor], None], tensor: torch.Tensor) ->
     before = some()
     change(tensor)
     return not torch.equal(before, some())
+
+
+def _saved(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor | None]]:
+    """The buffers that are saved, also those that are None: module, name there, name, buffer."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if key not in module._non_persistent_buffers_set:
+                yield module, key, f"{prefix}.{key}".removeprefix("."), buffer
+
+
+def forms_of(model: nn.Module) -> BufferForms:
+    """The present forms of a model's buffers."""
+    return {name: _form(buffer) for *_, name, buffer in _saved(model)}
+
+
+def make_late(model: nn.Module, entries: Mapping[str, Entry]) -> None:
+    """Make the buffers that a model makes in its first forward pass, with a checkpoint's shapes.
+
+    Their numbers are not filled yet.
+
+    Args:
+        model: has all tensors whole.
+        entries: the checkpoint's tensors, by name.
+    """
+    device = next((parameter.device for parameter in model.parameters()), None)
+    for module, key, name, buffer in [*_saved(model)]:
+        if (saved := entries.get(MODEL + name)) is None:
+            continue
+        form = torch_dtypes()[saved.dtype], torch.Size(saved.shape)
+        own = _form(buffer)
+        if form == own or not _may_change(module, own, form):
+            continue
+        made = torch.empty(
+            form[1], dtype=form[0], device=device if buffer is None else buffer.device
+        )
+        if buffer is None or not buffer.numel():
+            module._buffers[key] = made
+        else:
+            prefix = name.removesuffix(key)
+            held = {prefix + k: t for k, t in module.state_dict(keep_vars=True).items()}
+            module._load_from_state_dict(held | {name: made}, prefix, {}, False, [], [], [])
+
+
+def _form(buffer: Tensor | None) -> Form | None:
+    return None if buffer is None else (buffer.dtype, buffer.shape)
+
+
+def _may_change(module: nn.Module, first: Form | None, now: Form | None) -> bool:
+    """Whether a buffer that had one form gets the other one when it is restored."""
+    if isinstance(module, _NormBase) or now is None:  # its options say which statistics are None
+        return False
+    loads = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return first is None or not first[1].numel() or (loads and first[0] == now[0])
+
+
+def check_forms(model: nn.Module, first: BufferForms, *, whole: bool) -> None:
+    """Check that a run that starts anew can take the buffers as they are now.
+
+    Args:
+        model: this rank's.
+        first: their forms before the first step.
+        whole: whether each rank has all tensors whole, so that `make_late` makes buffers.
+
+    Raises:
+        UserError: it cannot.
+    """
+    remedy = "keep what is saved as it is from the start on, or register it with persistent=False"
+    if whole:
+        remedy += "; a buffer may also be None where it is registered"
+    now = forms_of(model)
+    modules = {name: module for module, _, name, _ in _saved(model)}
+    for name in sorted(now.keys() | first.keys()):
+        was, later = (
+            _told(forms[name]) if name in forms else "not there" for forms in (first, now)
+        )
+        known = whole and name in now and name in first
+        if was != later and not (known and _may_change(modules[name], first[name], now[name])):
+            raise UserError(
+                f"the model's buffer {name} was {was} before the first step and is {later} now, so "
+                "no other start could restore it",
+                remedy,
+            )
+
+
+def _told(form: Form | None) -> str:
+    return f"{str(form[0]).removeprefix('torch.')} {list(form[1])}" if form else "None"

@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer, RMSprop
 
 from hpc_train.checkpoint import checks, restore, state
 from hpc_train.checkpoint.background import enough_memory
-from hpc_train.checkpoint.buffers import Buffers
+from hpc_train.checkpoint.buffers import BufferForms, Buffers, check_forms, forms_of, make_late
 from hpc_train.checkpoint.checks import Batch, batches_to_check, parts_are_finite
 from hpc_train.checkpoint.fileformat import EXTENT_BYTES, LocalTensor
 from hpc_train.checkpoint.parts import Parts
@@ -66,6 +66,11 @@ class Holdings:
         self._odd: set[str] = set()  # tensors that are not contiguous, which are saved as copies
         self._buffers: set[str] = set()
         self._passing: set[str] = set()  # what `parts` has for one save only
+
+    def forget(self) -> None:
+        """Drop all tensors, because others take their place."""
+        self.parts, self._held, self._tensors, self._seen = Parts({}), {}, [], None
+        self._odd, self._buffers = set(), set()
 
     def look(self, more: Mapping[str, LocalTensor], *, copy_buffers: bool) -> bool:
         """Bring `parts` up to date.
@@ -185,6 +190,8 @@ class Content:
         self._values: dict[str, Any] = {}  # of all ranks of a replica: see `Holdings.values`
         self._compared: dict[str, int] = {}  # bytes of the tensors that all replicas hold, by name
         self._batches: list[Batch] = []  # the tensors whose numbers this rank checks
+        self._forms: BufferForms = {}
+        self.begin()
         self.check()
         has_extra = bool(state.modules_with_extra(trained.model))
         self._has_extra = bool(group.largest(int(has_extra), "whether modules keep more"))
@@ -195,6 +202,10 @@ class Content:
     def parts(self) -> Parts:
         """This rank's parts. They are complete from `look` until `release`."""
         return self._holdings.parts
+
+    def begin(self) -> None:
+        """Remember the buffers' forms, as each start of the program has them before training."""
+        self._forms = forms_of(self.trained.model)
 
     def check(self) -> None:
         """Check that a checkpoint can hold all state that exists by now.
@@ -207,6 +218,8 @@ class Content:
             checks.in_json("identity", self.identity)
             checks.in_json("description (about)", self.about)
             checks.check_savable(self.trained, cut=cut)
+            whole = not self.trained.shards
+            check_forms(self.trained.model, self._forms, whole=whole)
 
     def unify(self) -> None:
         """Bring all replicas to one state: running statistics in their buffers differ."""
@@ -323,6 +336,11 @@ class Content:
         reader = restore.open_together(path, self.group)
         saved = restore.load_state(reader, self.group)
         trained = self.trained
+        self._holdings.forget()
+        self.plans.forget()
+        with agreed(self.group):
+            if not trained.shards:
+                make_late(trained.model, reader.entries)
         of_model = state.model_tensors(trained.model, trained.shards, trained.streamed)
         forms = self.replica.united({name: part.form for name, part in of_model.items()})
         names = self.replica.united(state.trained_names(trained))

@@ -351,6 +351,7 @@ class Checkpoints:
             CheckpointMismatch: the file is of another model, optimizer, data set or sample order;
                 or the folder has newer checkpoints than the start that was asked for.
         """
+        self._content.begin()
         found, self.earlier_save = from_first(
             self.group,
             lambda: (self._candidates(source), earlier_save_seconds(self.directory)),

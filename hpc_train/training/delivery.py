@@ -32,6 +32,7 @@ from hpc_train.training.parts import loss_weights
 from hpc_train.training.registered import Registered
 from hpc_train.training.saving import Saving
 from hpc_train.training.steps import guarded_steps
+from hpc_train.training.updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Delivery(LoopLife):
         self._stepped: set[int] = set()  # ids of those that have stepped since a batch was given
         self._optimizers = {id(optimizer)}  # ids of all whose steps count
         self._habits: set[frozenset[int]] = set()  # ids of those that have stepped in whole batches
+        self._updates = Updates({})  # of the registered objects, after the steps of this process
         self._looked = False  # whether the registered objects were checked after the first step
         self.accumulate = 1
         """The number of micro-batches, and so of backward passes, in the step."""
@@ -175,13 +177,14 @@ class Delivery(LoopLife):
             if not self._skipped:
                 self._habits.add(frozenset(self._stepped))
             self._stepped.clear()
+            self._updates.end_batch()
             records.report.last_step = self._taken
             # Some objects make their state in the first step. If a checkpoint cannot hold it, the
             # error should not wait until the first save.
             if not self._looked:
                 self._looked = True
                 self.registered.check()
-                self.registered.tell_of_nothing()
+                self.registered.tell_of_lost()
 
     def _leave_step(self, *awaited: str) -> None:
         """Meet the other ranks after a step. If one averages instead, all raise. Collective."""
@@ -236,6 +239,7 @@ class Delivery(LoopLife):
         self._stepping.discard(id(optimizer))
         self._stepped.add(id(optimizer))
         self._taken = self._given
+        self._updates.note_step()
 
     def _count_steps_of(self, optimizer: Optimizer) -> None:
         """Let the steps of another optimizer count too: a checkpoint after one has that step."""
@@ -251,6 +255,7 @@ class Delivery(LoopLife):
         self._stepping.clear()
         self._stepped.clear()
         self._scales = []
+        self._updates = Updates(self.registered.things)
         try:
             with super()._until_end():
                 yield
@@ -268,6 +273,13 @@ class Delivery(LoopLife):
         same(self.group, what, f"{self._taken} {whole}", "let all ranks leave it together")
         if whole:
             self.saving.last(self.checkpoints, self._taken)
+            if late := self._updates.missing():
+                logger.warning(
+                    "the loop was left in step %d before the update of %s that other steps had, so "
+                    "the checkpoint lacks it: leave the loop after that, or call loop.stop()",
+                    self._taken,
+                    ", ".join(late),
+                )
             return
         self.checkpoints.finish()
         if self._taken > self.checkpoints.saved_step:

@@ -138,6 +138,7 @@ class Loop(Stepping):
         more = {"copied": options.background, "owned": owned, "own_gradients": own}
         more["scaled"] = self.scaler is not None and self.scaler.dynamic
         self.registered = Registered(group, optimizer, model, beside, **more)
+        self._hooks += self.registered.hooks
         self._same_data = SameData(group)
         state = replace(state, extra=Together([state.extra, self.registered, self._same_data]))
         try:

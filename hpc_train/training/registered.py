@@ -22,9 +22,11 @@ from hpc_train.checkpoint.fileformat import Entry, LocalTensor, torch_dtypes
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.state import ExtraState
 from hpc_train.errors import CheckpointMismatch, UserError, plural
+from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import SliceSpec
+from hpc_train.training.group_values import GroupValues, load_in_place, lost_with, put_in_groups
 from hpc_train.training.tagged_json import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,13 @@ PREFIX = "registered"
 REGISTERED_KINDS = "registered_kinds"
 HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 """Keys of an optimizer's groups that are not saved: they say how it computes, not what."""
+OPTIONS, OWN = "", "."
+"""The names of the groups' options, and of the values there that are the optimizer's own state."""
+WHAT = {
+    OPTIONS: ("the options of the optimizer's groups (lr ...)", "with loop.mean"),
+    OWN: ("what the optimizer itself keeps in its groups", "without zero and average_every"),
+}
+"""What these are in messages, and in which way all ranks have the same."""
 
 
 def _held_by(thing: Any) -> list[Any]:
@@ -61,6 +70,7 @@ class Registered(ExtraState):
 
     The options of the optimizer's groups, such as the learning rate, are saved as well if an object
     is registered that changes them. That is an object whose attribute `optimizer` has these groups.
+    Values there that are the optimizer's own state (`GroupValues`) are always saved.
 
     Args:
         group: all ranks.
@@ -92,6 +102,11 @@ class Registered(ExtraState):
         self._trees: dict[str, Any] = {}
         self._tensors: dict[str, Tensor] = {}
         self._empty: set[str] = set()  # names of objects that had no state when they came
+        self._own = GroupValues(optimizer)
+        self.hooks = [
+            before_step(optimizer, self._own.before_step),
+            after_step(optimizer, self._own.after_step),
+        ]
 
     def add(self, name: str, thing: Registrable) -> None:
         """Register one more object. Collective.
@@ -239,17 +254,17 @@ class Registered(ExtraState):
         names = ", ".join(f"{n} ({type(thing).__name__})" for n, thing in self.things.items())
         same(self.group, "what loop.register was given", names, "register the same on all ranks")
         for name, tree in self._trees.items():
-            what = (
-                f"the state of {name!r}, which loop.register was given,"
-                if name
-                else ("the options of the optimizer's groups (lr ...)")
-            )
+            named = f"the state of {name!r}, which loop.register was given,", "with loop.mean"
+            what, how = WHAT.get(name, named)
             with agreed(self.group):
                 digest = self._digest(name, tree)
-            same(self.group, what, digest, "give all ranks the same state, as with loop.mean")
+            same(self.group, what, digest, f"give all ranks the same state, as {how}")
 
-    def tell_of_nothing(self) -> None:
-        """Warn on rank 0 of objects whose states are still empty. Call it after the first step."""
+    def tell_of_lost(self) -> None:
+        """Warn on rank 0 of state that is not saved. All ranks call it after the first step."""
+        for line in lost_with(self.optimizer, self.things.values()):
+            if self.group.rank == 0:
+                logger.warning("%s", line)
         if lost := sorted(filter(self._has_nothing, self._empty)) if self.group.rank == 0 else []:
             logger.warning(
                 "state_dict() of %s, which loop.register was given, is empty, so nothing of it is "
@@ -283,7 +298,9 @@ class Registered(ExtraState):
                 {key: value for key, value in group.items() if key not in HOW}
                 for group in self.optimizer.param_groups
             ]
-            trees[""] = encode(options, f"{PREFIX}..groups", tensors)
+            trees[OPTIONS] = encode(options, f"{PREFIX}..groups", tensors)
+        # All ranks compare it, also if some have none.
+        trees[OWN] = encode(self._own.present(), f"{PREFIX}..param_groups", tensors)
         self._trees, self._tensors = trees, tensors
 
     def _steers(self, thing: Any, optimizer: Optimizer | None = None) -> bool:
@@ -323,7 +340,8 @@ class Registered(ExtraState):
     def values(self) -> dict[str, Any]:
         """The states without their tensors, as tagged JSON, and the objects' types."""
         kinds = {name: type(thing).__name__ for name, thing in self.things.items()}
-        return {PREFIX: self._trees, REGISTERED_KINDS: kinds} if self._trees else {}
+        trees = {n: tree for n, tree in self._trees.items() if n != OWN or self._own.keys}
+        return {PREFIX: trees, REGISTERED_KINDS: kinds} if trees else {}
 
     def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
         """Memory for those tensors of registered objects that the checkpoint has."""
@@ -364,14 +382,16 @@ class Registered(ExtraState):
                 if name in saved:
                     self._restore(name, thing, decode(saved[name], self._tensors))
             steering = [name for name, thing in self.things.items() if self._steers(thing)]
-            if "" in saved and steering and all(name in saved for name in steering):
-                self._restore_groups(decode(saved[""], self._tensors))
+            if OPTIONS in saved and steering and all(name in saved for name in steering):
+                put_in_groups(self.optimizer, decode(saved[OPTIONS], self._tensors))
+            if OWN in saved:
+                self._own.restore(decode(saved[OWN], self._tensors))
         self._tensors = {}
         if self.group.rank > 0:
             return
         if new := sorted(self.things.keys() - saved.keys()):
             logger.warning("the checkpoint has no state of %s: it starts afresh", ", ".join(new))
-        if gone := sorted(saved.keys() - self.things.keys() - {""}):
+        if gone := sorted(saved.keys() - self.things.keys() - WHAT.keys()):
             logger.warning(
                 "the checkpoint has the state of %s, which is no longer registered: it is dropped",
                 ", ".join(gone),
@@ -380,26 +400,13 @@ class Registered(ExtraState):
     def _restore(self, name: str, thing: Registrable, state: Any) -> None:
         """Restore the state of one object."""
         try:
-            thing.load_state_dict(state)
+            if isinstance(thing, Optimizer):
+                load_in_place(thing, state)
+            else:
+                thing.load_state_dict(state)
         except Exception as error:
             raise CheckpointMismatch(
                 f"{name!r}, which loop.register was given, does not take the checkpoint's state "
                 f"({type(error).__name__}: {error})",
                 "make it as before, or register it under another name: then it starts afresh",
             ) from error
-
-    def _restore_groups(self, options: list[dict[str, Any]]) -> None:
-        """Restore the options of the optimizer's groups."""
-        groups = self.optimizer.param_groups
-        if len(options) != len(groups):
-            raise CheckpointMismatch(
-                f"the checkpoint's optimizer has {len(options)} groups, this one {len(groups)}",
-                "give the optimizer the same groups of parameters as before; for a group that is "
-                "added later, close the loop and make another one in a directory of its own",
-            )
-        for group, one in zip(groups, options, strict=True):
-            for key, value in one.items():
-                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
