@@ -126,9 +126,11 @@ def apply(
     partial = {id(parameter) for layer in layers for parameter in layer.partial}
     summed = [p for name, p in named.items() if id(p) in partial or (cut and name not in specs)]
     known = {*summed}
+    held = {shards[name].name: parameter for name, parameter in named.items()}
     gradients = LayoutGradients(
         summed,
-        [p for name, p in named.items() if shards[name].name in tied],
+        # The last stage may have registered them in another order than the first.
+        [held[name] for name in sorted(tied & held.keys())],
         [p for name, p in named.items() if shards[name].owned],
         {p: name for name, p in named.items() if p not in known and name not in specs},
         **over,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class LayoutGradients:
         partial: parameters between the layers that tensor-parallel ranks share, if sequence
             parallelism is on: each rank has seen only its part of the tokens. And parameters of
             adapters that each rank has whole, and has seen only its part of a layer for.
-        tied: parameters that the first and the last stage share.
+        tied: parameters that the first and the last stage share, in the same order on both.
         counted: parameters whose part on this rank counts for the norm.
         alike: names of the parameters that tensor-parallel ranks have whole and whose gradients
             are the same on all of them.
@@ -143,18 +144,22 @@ def _square(gradients: list[Tensor]) -> Tensor:
 
 
 def _sum_gradients(parameters: Iterable[Parameter], over: Collectives) -> None:
-    """Sum gradients over ranks: large ones in place, small ones in one call for each type."""
-    if over.group.size == 1:
+    """Sum gradients over ranks: large ones in place, small ones in one call for each type.
+
+    A parameter that has a gradient on no rank gets none: an optimizer would move it even by zeros.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if over.group.size == 1 or not trained:
         return
+    used = over.group.largest_each([int(parameter.grad is not None) for parameter in trained])
     small: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad.nbytes > SMALL:
-                over.sum_(parameter.grad)
-            else:
-                small.setdefault(parameter.dtype, []).append(parameter.grad)
+    for parameter in compress(trained, used):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.nbytes > SMALL:
+            over.sum_(parameter.grad)
+        else:
+            small.setdefault(parameter.dtype, []).append(parameter.grad)
     for gradients in small.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         over.sum_(flat)

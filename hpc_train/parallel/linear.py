@@ -194,7 +194,8 @@ class ParallelLinear(nn.Module):
         flat = product(wide, weight, bias)
         if a is not None and b is not None:
             flat.add_(product(product(wide, a), b), alpha=self.scale)
-        y = flat.view(*x.shape[:-1], weight.shape[0])
+        # Autograd refuses to change a function's result in place if it is a view.
+        y: Tensor = torch.ops.aten._unsafe_view(flat, [*x.shape[:-1], weight.shape[0]])
         if self.style == "rowwise":
             if self.cut:
                 return self.over.start_sum_scatter(y, TOKENS).wait()

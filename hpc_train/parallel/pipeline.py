@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +104,8 @@ class Pipeline:
     def evaluate(self, forward: Forward, forms: Sequence[Hashable]) -> list[Tensor]:
         """Compute the losses only, otherwise as `train`. Call it under `torch.no_grad`."""
         made = schedules.forward_only(self.group.size, len(forms), self.virtual_stages)
-        return self._run(made, forward, forms)
+        with nullcontext() if self.transport is None else self.transport.apart():
+            return self._run(made, forward, forms)
 
     def _run(
         self,
@@ -201,7 +203,7 @@ class Pipeline:
         else:
             loss, weight = live.output, weights[action.micro_batch]
             if not weight:
-                loss = loss.nan_to_num()  # torch's mean over no targets is NaN
+                _send_zeros(loss)
             if weight != 1:
                 loss = loss * weight
             with self._pass_of(action, live):
@@ -259,3 +261,25 @@ class Pipeline:
 
 def _share(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _send_zeros(loss: Tensor) -> None:
+    """Make each step of a loss's backward pass give zeros, where it may give NaN.
+
+    A mean over no items divides by 0, and so does its gradient. The backward pass is not left out,
+    because layers may communicate in it with ranks whose losses count.
+    """
+    todo = [loss.grad_fn]
+    seen = {None, *todo}
+    while todo:
+        node = todo.pop()
+        if node is None or node.name().endswith("AccumulateGrad"):  # it lasts longer than the pass
+            continue
+        node.register_hook(_zeros)
+        new = {following for following, _ in node.next_functions} - seen
+        seen |= new
+        todo += new
+
+
+def _zeros(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if one is None else torch.zeros_like(one) for one in gradients)

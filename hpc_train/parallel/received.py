@@ -51,13 +51,16 @@ class Received(Tensor):
                 "another rank has computed",
                 "let a stage do it: only the stage after that one gets the result",
             )
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        result = super().__torch_function__(func, types, args, kwargs)
         if func in _FORMS or (func in _AS and not isinstance(args[0], Received)):
             return tree_map(_plain, result)
-        if args and _in_place(func) and isinstance(args[0], Tensor):
-            for target in (args[0], args[0]._base):  # a write to a view changes its base
-                if type(target) is Tensor:
-                    target.__class__ = Received
+        written = [kwargs.get("out"), args[0] if args and _in_place(func) else None]
+        for tensor in tree_leaves(written):  # torch._foreach_ operations write to lists
+            if isinstance(tensor, Tensor):
+                for target in (tensor, tensor._base):  # a write to a view changes its base
+                    if type(target) is Tensor:
+                        target.__class__ = Received
         return result
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -83,6 +83,7 @@ class Cursor:
         entered: whether the first module has got the activation. If the model calls its `forward`
             directly, no hook has run.
         graded: whether the pass computes gradients.
+        outside: from `Stages._outside`, at the first time of which changes would be lost.
     """
 
     run: range
@@ -91,6 +92,7 @@ class Cursor:
     again: bool = False
     entered: bool = False
     graded: bool = field(default_factory=torch.is_grad_enabled)
+    outside: dict[str, tuple[Tensor, int]] | None = None
 
 
 class Stages:
@@ -117,6 +119,8 @@ class Stages:
             # It comes before all hooks of the program, which see what the stage is called with.
             enter = partial(self._enter, position)
             module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        inside = {module for name in names for module in model.get_submodule(name).modules()}
+        self._between = [(n, m) for n, m in model.named_modules() if m not in inside]
 
     def compute(
         self, virtual_stage: int, activation: Tensor | None, forward: Callable[[], Tensor]
@@ -133,15 +137,18 @@ class Stages:
 
         Raises:
             UserError: the forward pass did not call each of the modules once, in the order of the
-                stages, with a tensor as its first argument.
+                stages, with a tensor as its first argument. Or it changes a buffer outside of them.
         """
         cursor = Cursor(self.runs[virtual_stage], activation)
+        if virtual_stage:  # what comes before the first stage happens in each of the rank's passes
+            cursor.outside = self._outside()
         with self._under_way(cursor):
             try:
                 result = forward()
             except _Leave as leave:
                 # This closes context managers of the model, such as torch.utils.checkpoint's hooks.
                 traceback.clear_frames(leave.__traceback__)
+                self._check_outside(cursor)
                 return leave.activation
             except RuntimeError as error:  # torch has no type for it
                 if activation is None or "a leaf Variable that requires grad" not in str(error):
@@ -155,6 +162,7 @@ class Stages:
         if cursor.due < len(self.names):
             raise UserError(f"the forward pass did not reach {self._due(cursor)}", REMEDY)
         self._check_own(cursor, "the end of the forward pass", result)
+        self._check_outside(cursor)
         return result
 
     def recomputing(
@@ -201,8 +209,7 @@ class Stages:
                 )
             return original(*args, **how)
         if not cursor.again:
-            self._check(cursor, position, args)
-            cursor.due += 1
+            self._advance(cursor, position, args)
         if position > cursor.run[0] and not cursor.again:
             self._check_own(cursor, f"stage {name}", (args, how))
         if position > cursor.run[-1]:
@@ -220,12 +227,16 @@ class Stages:
         assert original is not None  # a run has modules of this rank only
         return original(*args, **how)
 
-    def _check(self, cursor: Cursor, position: int, args: Any) -> None:
+    def _advance(self, cursor: Cursor, position: int, args: Any) -> None:
+        """Note the call of a stage module. Refuse it if another one is due, or without a tensor."""
         name = self.names[position]
         if position != cursor.due:
             raise UserError(f"the forward pass calls {name} before {self._due(cursor)}", REMEDY)
         if position > 0 and not (args and isinstance(args[0], Tensor)):
             raise UserError(f"the first argument of stage {name} is not a tensor", REMEDY)
+        cursor.due += 1
+        if cursor.outside is None:
+            cursor.outside = self._outside()
 
     def _check_own(self, cursor: Cursor, where: str, values: Any) -> None:
         """Refuse values that depend on stages of other ranks, beside the activation."""
@@ -236,6 +247,26 @@ class Stages:
                 "the result of the stage directly before reaches a stage",
                 APART,
             )
+
+    def _outside(self) -> dict[str, tuple[Tensor, int]]:
+        """The saved buffers that lie in no stage, each with the number of its changes."""
+        return {
+            f"{name}.{key}" if name else key: (buffer, buffer._version)
+            for name, module in self._between
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+        }
+
+    def _check_outside(self, cursor: Cursor) -> None:
+        """Refuse changes of buffers that the first rank, which saves them, does not make once."""
+        now = self._outside()
+        for name, (buffer, version) in (cursor.outside or {}).items():
+            if name not in now or now[name][0] is not buffer or now[name][1] != version:
+                raise UserError(
+                    f"the forward pass changes buffer {name}, which is in none of the model's "
+                    "stages, so checkpoints would hold a wrong value",
+                    "add its module to `stages`, or make it a part of one of them",
+                )
 
     def _check_gradient(self, cursor: Cursor, activation: Tensor) -> None:
         """Refuse an activation that needs a gradient and was computed without one."""

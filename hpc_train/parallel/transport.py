@@ -7,7 +7,8 @@ return to a pool and are used again. Only the first activation of a kind brings 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,15 @@ class Transport:
         """Set the messages that will be received, in this order, and post the first receives."""
         self._expected.extend(messages)
         self._post()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A context for messages whose forms have nothing to do with those of others."""
+        forms, self._forms = self._forms, {}
+        try:
+            yield
+        finally:
+            self._forms = forms
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Begin to send a tensor. It must not change until `flush`.

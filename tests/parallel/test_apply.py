@@ -215,6 +215,46 @@ class Plain(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
 
 
+class Mirrored(nn.Module):
+    """Its last stage has the parameters of the first, in another order. A pass leaves one out."""
+
+    stages = ("first", "middle.*", "last")
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Module(), nn.Module()
+        self.middle = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        for name in "abc":
+            self.first.register_parameter(name, nn.Parameter(torch.randn(4, 4)))
+        for name in "cba":
+            self.last.register_parameter(name, self.first.get_parameter(name))
+        first, last = self.first, self.last
+        first.forward = lambda x: (x @ first.a).tanh() @ first.b
+        last.forward = lambda x: (x @ last.b.T).tanh() @ last.a.T
+        self.double()
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.middle:
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+def test_tied_parameters_in_any_order_get_the_gradients_of_one_rank(pipe):
+    model, reference = Mirrored(), Mirrored()
+    applied = put_on(model, pipe)
+    batches = [torch.randn(2, 4).double() for _ in range(4)]
+    applied.pipeline.train(lambda n, _: model(batches[n]), [2] * 4)
+    applied.gradients.complete()
+    (sum(reference(batch) for batch in batches) / 4).backward()
+    for name, parameter in model.named_parameters():
+        wanted = reference.get_parameter(applied.shards[name].name).grad
+        assert (parameter.grad is None) == (wanted is None), name
+        if wanted is not None:
+            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-15)
+
+
 def test_a_parameter_of_stages_between_is_refused(pipe):
     model = Plain()
     model.stages = ("layers.*",)
@@ -308,6 +348,18 @@ def test_gradients_of_any_layout_in_memory_are_completed(job, monkeypatch, small
     for parameter, gradient, one in zip(parameters, gradients, before, strict=True):
         assert parameter.grad is gradient
         torch.testing.assert_close(gradient, one * ranks, rtol=1e-13, atol=0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_parameter_without_a_gradient_on_all_ranks_keeps_none(job):
+    unused, used = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    if job.world.rank == 0:
+        used.grad = torch.ones(3)
+    alone = connect(Group())
+    over = connect(job.world)
+    LayoutGradients([unused, used], [], [], {}, tensor=over, embedding=alone, model=over).complete()
+    assert unused.grad is None
+    assert used.grad.tolist() == [1.0] * 3
 
 
 @pytest.mark.mpi(min_size=2)

@@ -124,16 +124,51 @@ def test_losses_and_gradients_are_those_of_one_rank_within_the_promised_memory(g
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @schedules
-def test_validation_between_steps_takes_an_uneven_last_micro_batch(group, name):
+def test_validation_between_steps_takes_an_uneven_last_micro_batch_and_other_lengths(group, name):
     model, reference = User(), User()
     pipeline, _ = piped(model, group, name)
     validated = []
-    for sizes in ([2, 2, 2, 2, 1], [2], [3, 1]):
-        validated.append((sizes, evaluated(model, pipeline, sizes)))
+    for sizes, shape in (([2, 2, 2, 2, 1], (3,)), ([2], (4, 3)), ([3, 1, 2], (5, 3))):
+        validated.append((sizes, shape, evaluated(model, pipeline, sizes, shape)))
         results = trained(model, pipeline, [2, 2, 2])
-    for sizes, losses in validated:
-        assert_losses(losses, [reference(batch) for batch in micro_batches(sizes)], pipeline)
+    for sizes, shape, losses in validated:
+        expected = [reference(batch) for batch in micro_batches(sizes, shape)]
+        assert_losses(losses, expected, pipeline)
     assert_same(results, reference, pipeline, [2, 2, 2])
+
+
+class Masked(User):
+    """Its loss is a mean over the samples that count."""
+
+    def forward(self, x, counts):
+        for layer in self.layers:
+            x = layer(x)
+        return (x.square().mean(-1) * counts).sum() / counts.sum()
+
+
+@pytest.mark.ranks(1, 2)
+@schedules
+def test_a_micro_batch_in_which_nothing_counts_adds_zeros(group, name):
+    """Its loss and the gradients of that are NaN. The backward pass goes through all layers."""
+    model, reference, passes = Masked(), Masked(), []
+    pipeline, _ = piped(model, group, name)
+
+    def note(layer, args, y):
+        y.register_hook(lambda dy: passes.append(layer))
+
+    for layer in model.layers:
+        layer.register_forward_hook(note)
+    batches, counts = micro_batches([2] * 4), torch.ones(4, 2).double()
+    counts[1:3] = 0
+    weights = [0.75, 0, 0, 0.25]
+    losses = pipeline.train(lambda n, _: model(batches[n], counts[n]), [2] * 4, weights)
+    expected = [reference(batch, some) for batch, some in zip(batches, counts, strict=True)]
+    (expected[0] * 0.75 + expected[3] * 0.25).backward()
+    assert [bool(loss.isnan()) for loss in losses] in ([], [False, True, True, False])
+    assert len(passes) == 4 * len(WIDTHS[1:]) // group.size
+    for number, parameter in model.named_parameters():
+        wanted = reference.get_parameter(number).grad
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.ranks(2, 4)

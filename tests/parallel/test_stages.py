@@ -179,6 +179,16 @@ def test_a_forward_pass_that_does_not_match_the_stages_is_refused(how, says, ran
         passed_on(parts(Wrong(how), ranks), 1, torch.randn(2, 3).double())
 
 
+def written(how, numbers):
+    """A tensor that was made before, and to which an operation has written some numbers."""
+    found = torch.zeros(numbers.shape).double()
+    if how == "out":
+        torch.add(numbers, 0, out=found)
+    else:
+        torch._foreach_add_([torch.zeros(1).double(), found], [torch.ones(1).double(), numbers])
+    return found
+
+
 class Skipping(User):
     """Uses the result of its first stage again, or what does not depend on its numbers."""
 
@@ -203,6 +213,8 @@ class Skipping(User):
                     same = h = h.clone()
                     h += first
                     h = same
+                case "out" | "list":
+                    shift = written(self.how, first.detach())
                 case "argument":
                     shift = first.mean()
                 case "kept":
@@ -227,6 +239,8 @@ class Skipping(User):
         ("in-place", r"stage middle\.3"),
         ("assignment", r"stage middle\.3"),
         ("argument", r"stage middle\.\d"),
+        ("out", r"stage middle\.\d"),
+        ("list", r"stage middle\.\d"),
         ("kept", r"stage middle\.\d"),
         ("view", r"stage middle\.\d"),
         ("loss", "the end of the forward pass"),
@@ -236,6 +250,34 @@ class Skipping(User):
 def test_a_result_that_skips_a_rank_is_refused(how, where, ranks):
     with pytest.raises(UserError, match=f"{where} uses a result of stages before "):
         passed_on(parts(Skipping(how), ranks), 1, torch.randn(2, 3).double())
+
+
+class Counting(User):
+    """Its buffers lie in no stage: one that never changes, one for inputs, one between stages."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inputs = nn.BatchNorm1d(3, affine=False).double()
+        self.between = kind().double()
+        self.register_buffer("factor", torch.ones(1).double())
+
+    def forward(self, x):
+        h = self.first(self.inputs(x))
+        for layer in self.middle:
+            h = layer(h, self.factor, shift=x.sum())
+        return self.last(self.between(h)).square().mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_buffers_that_change_between_stages_are_refused(ranks):
+    x = torch.randn(5, 3).double()
+    model = Counting(nn.Identity)
+    pipeline = parts(model, ranks)
+    assert torch.equal(passed_on(pipeline, 1, x), model(x))
+    assert all(torch.equal(m.inputs.running_mean, model.inputs.running_mean) for m, _ in pipeline)
+    says = r"changes buffer between\.\w+, which is in none of the model's stages.*: add its module"
+    with pytest.raises(UserError, match=says):
+        passed_on(parts(Counting(lambda: nn.BatchNorm1d(8, affine=False)), ranks), 1, x)
 
 
 class Taking(Skipping):

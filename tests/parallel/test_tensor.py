@@ -189,6 +189,18 @@ def test_deferred_weight_gradients_are_the_same_and_hooks_run_once_for_each_pass
     assert_same(found, reference)
 
 
+@pytest.mark.ranks(1, 2)
+def test_results_may_be_changed_in_place(group):
+    reference = pair()
+    model = deepcopy(reference)
+    plan, deferred = {"up": "colwise", "down": "rowwise"}, Deferred()
+    specs = parallelize(model, plan, connect(group), deferred=deferred)
+    for each in (model, reference):
+        each.down(each.up(torch.ones(2, 3, 6).double()).relu_()).mul_(2).square().sum().backward()
+    compute(deferred.take())
+    assert_same(gradients(model, specs, group), reference)
+
+
 def of_four(model, plan, rank=2, **options):
     """What `parallelize` returns on one of four ranks; it does not communicate."""
     return parallelize(model, plan, AloneCollectives(Group(rank, 4)), **options)
