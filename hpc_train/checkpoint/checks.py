@@ -50,7 +50,11 @@ def check_savable(trained: TrainingState, *, cut: bool = False) -> None:
     Raises:
         UserError: it cannot. The message names the first thing that it cannot hold.
     """
-    check_has_memory(trained.model)
+    check_has_memory(
+        trained.model,
+        'call model.to_empty(device="cpu"), initialize its parameters and buffers, and make the '
+        "optimizer after that",
+    )
     _check_parameters(trained)
     _check_model(trained, cut=cut)
     for name, value in _slots(trained.optimizer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from hpc_train.sharding import ParameterSlice, SliceSpec
 MODEL = "model."  # begins the names of a model's tensors
 OPTIMIZER = "optim."  # begins the names of an optimizer's tensors and values
 COMPLEX = "complex128"  # the value of a tensor that is saved as pairs of float64
+COMPILED = "_orig_mod."  # torch.compile puts it before the names of the module that it wraps
 EXTRA_SUFFIX = "_extra_state"  # ends the name under which torch keeps a module's extra state
 
 Shards = Mapping[str, ParameterSlice]
@@ -386,6 +387,7 @@ def check_model(
     """
     remedy = "use the configuration it was made with, or another run.dir"
     saved = {name: entry for name, entry in entries.items() if name.startswith(MODEL)}
+    _check_compiled(saved.keys(), forms.keys(), path)
     for name in sorted(saved.keys() | forms.keys()):
         if name not in saved or name not in forms:
             where = "the model" if name in forms else "the checkpoint"
@@ -397,6 +399,19 @@ def check_model(
                 f"the model's is {str(dtype).removeprefix('torch.')} {list(shape)}",
                 remedy,
             )
+
+
+def _check_compiled(saved: Collection[str], own: Collection[str], path: object) -> None:
+    """Check that not only what torch.compile has added to names makes two models differ."""
+    before, now = ({n.replace(COMPILED, "") for n in names} for names in (saved, own))
+    if before != now or set(saved) == set(own):
+        return
+    raise CheckpointMismatch(
+        f"{path} is of this model, but torch.compile has wrapped other modules there: that changes "
+        f"the names of their parameters ({COMPILED.rstrip('.')})",
+        "give the loop the model as it was when the checkpoint was made, wrapped or not; "
+        "`model.compile()` compiles without a change of names",
+    )
 
 
 def modules_with_extra(model: nn.Module) -> dict[str, nn.Module]:

@@ -25,6 +25,7 @@ from hpc_train.gradients.division import BucketParts, Reach
 from hpc_train.gradients.local import LocalSteps
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.options import AveragingOptions
+from hpc_train.gradients.overlap import check_movable
 from hpc_train.gradients.ownership import trained, trained_by
 from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.progress import Progress
@@ -33,6 +34,7 @@ from hpc_train.gradients.staged_parameters import StagedParameters, check_staged
 from hpc_train.gradients.streamed import StreamedParameters
 from hpc_train.gradients.sums import CollectiveSums, LevelSums, Sums
 from hpc_train.gradients.zero import ShardedAverager, check_divisible
+from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.levels import Levels
 
 
@@ -129,6 +131,8 @@ def _sharded(
     # Others in the model may be those of another optimizer, or be changed by the user's code.
     mine = {id(p) for p in trained_by(optimizer)}
     divisible = [p for p in planned if id(p) in mine and p not in whole and has_slabs(p)]
+    with agreed(levels.whole):
+        check_movable(model, [*divisible, *frozen])
     rest = {id(p) for p in divisible}
     if options.staged:
         check_staged(planned, [p for p in planned if id(p) not in rest], levels.whole)

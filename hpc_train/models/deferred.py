@@ -316,8 +316,16 @@ class Deferring(TorchFunctionMode):
         )
 
 
-def check_has_memory(model: nn.Module) -> None:
+def check_has_memory(
+    model: nn.Module,
+    remedy: str = "build it without that device; a model that is given as a class or function "
+    "takes no memory before it is filled (docs/how-to/memory.md)",
+) -> None:
     """Check that a model's parameters and buffers have a shape, and memory.
+
+    Args:
+        model: the model.
+        remedy: what to do about the device meta.
 
     Raises:
         UserError: one has none. The message names it.
@@ -331,8 +339,7 @@ def check_has_memory(model: nn.Module) -> None:
         if tensor.is_meta:
             raise UserError(
                 f"{name} of the model is on the device meta, and has no values",
-                "build it without that device; a model that is given as a class or function takes "
-                "no memory before it is filled (docs/how-to/memory.md)",
+                remedy,
             )
 
 

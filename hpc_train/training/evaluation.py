@@ -62,6 +62,8 @@ def evaluate(
         repr((samples, batch)),
         "give all ranks the same",
     )
+    if not compared_sizes and group.size > 1 and group.rank == 0:
+        _tell_of_batches(models)
     if samples not in compared_sizes:
         compared_sizes.add(samples)
         compared(group, reader, "the data set of loop.evaluate")
@@ -89,6 +91,20 @@ def evaluate(
         raise error
     means = {name: sum(part[name] for part in parts) / samples for name in parts[0]}
     return means[None] if None in means else {str(name): mean for name, mean in means.items()}
+
+
+def _tell_of_batches(models: Sequence[nn.Module]) -> None:
+    """Warn of a layer whose result for a sample depends on the others of the rank's batch."""
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+                logger.warning(
+                    "loop.evaluate: layer %s has no running statistics (track_running_stats=False) "
+                    "and takes those of a rank's part of the batch, so the means depend on the "
+                    "number of ranks: make the layer with running statistics",
+                    name,
+                )
+                return
 
 
 def _values(reader: Reader, indices: np.ndarray, per_sample: PerSample) -> dict[str | None, Tensor]:

@@ -11,7 +11,9 @@ from torch import nn
 from hpc_train.config import GradientsSection, MemorySection, RunConfig
 from hpc_train.config.spread import Zero
 from hpc_train.errors import ConfigError
+from hpc_train.gradients.buckets import has_slabs
 from hpc_train.gradients.options import Engine, Scope
+from hpc_train.gradients.overlap import check_movable, overlap
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.grid import ParallelGrid
 
@@ -43,6 +45,7 @@ class SharingFacts:
         replicas: number of replicas of the model in the job.
         together: the smallest number of replicas of one part of the model on any node.
         sparse: whether a layer makes sparse gradients.
+        overlap: which tensors of the model lie in the memory of a parameter, as text.
         private: see `decide`.
     """
 
@@ -51,6 +54,7 @@ class SharingFacts:
     replicas: int = 2
     together: int = 2
     sparse: bool = False
+    overlap: str = ""
     private: bool = True
 
 
@@ -65,6 +69,7 @@ def choose_zero(gradients: GradientsSection, facts: SharingFacts) -> tuple[Zero,
         (gradients.compression != "none", f"gradients.compression is {gradients.compression}"),
         (gradients.average_every > 1, f"gradients.average_every is {gradients.average_every}"),
         (facts.sparse, "the model makes sparse gradients"),
+        (facts.overlap, facts.overlap),
         (
             not facts.private,
             "code outside hpc_train may write to parameters, and would write to shared ones once "
@@ -156,11 +161,17 @@ def decide(
 
     Raises:
         ConfigError: memory.zero is 3, and parameters are not private; or as `check_device`.
+        UserError: as `check_movable`, if the value of memory.zero is given.
     """
     memory = config.memory
     check_private(memory, "TrainingTask", private=private)
+    movable = [
+        p for p in model.parameters() if has_slabs(p) and (p.requires_grad or memory.zero == 3)
+    ]
     with agreed(grid.world):
         check_device(memory, device)
+        if memory.stage:
+            check_movable(model, movable)
     if memory.staged and grid.world.rank == 0:
         logger.info(
             "memory.offload optimizer: the ranks of a node divide the optimizer's state and step "
@@ -178,6 +189,7 @@ def decide(
         replicas=grid.dp,
         together=min(map(len, grid.placement.groups()["data_node"])),
         sparse=any(getattr(module, "sparse", False) is True for module in model.modules()),
+        overlap=(overlap(model, movable) or [""])[0],
         private=private,
     )
     zero, why = choose_zero(config.gradients, facts)

@@ -13,6 +13,7 @@ from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.buffers import _changed_by
+from hpc_train.checkpoint.checks import check_savable
 from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.fileformat import Entry, format_dtypes
 from hpc_train.checkpoint.inspection import differences
@@ -417,3 +418,10 @@ def test_a_buffer_of_any_layout_is_compared(view):
     buffer = view(torch.randn(4, 4, dtype=torch.complex64))
     assert _changed_by(lambda x: x.view_as(x), buffer) is False
     assert _changed_by(lambda x: x[..., :1].copy_(x[..., :1] + 1) if x.dim() else x.add_(1), buffer)
+
+
+def test_a_model_without_memory_is_refused_with_what_to_do():
+    model = nn.Linear(2, 2, device="meta")
+    trained = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UserError, match=r"weight .* device meta.*: call model.to_empty\("):
+        check_savable(trained)

@@ -57,6 +57,7 @@ def test_our_models_share_inside_nodes(together, replicas):
         ({}, {"engine": "horovod"}, "engine is horovod"),
         ({}, {"engine": "nccl"}, "engine is nccl"),
         ({"two_level": "off"}, {}, "two_level is off"),
+        ({}, {"overlap": "b and a lie in the same memory"}, "same memory"),
         ({"compression": "topk:0.1"}, {}, "compression is topk:0.1"),
         ({"average_every": 4}, {"engine": "auto"}, "average_every is 4"),
         ({}, {"sparse": True}, "sparse gradients"),
