@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def end_all(process: subprocess.Popen[str]) -> None:
     """Send SIGTERM to all processes of a job, in whatever process groups they are."""
     script = psutil.Process(process.pid)
     for each in [*script.children(recursive=True), script]:
-        each.send_signal(signal.SIGTERM)
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            each.send_signal(signal.SIGTERM)
 
 
 def default_mode(shell: Shell) -> str:
