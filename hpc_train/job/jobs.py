@@ -39,8 +39,7 @@ def _name(environ: Mapping[str, str]) -> str:
         return f"pbs::{number}"
     if number := environ.get("LSB_JOBID"):
         return f"lsf::{number}[{environ.get('LSB_JOBINDEX', '0')}]"
-    # `flux run` gives its ranks a FLUX_JOB_ID of their own, and a batch script has none.
-    if number := environ.get("FLUX_ENCLOSING_ID") or environ.get("FLUX_JOB_ID"):
+    if number := environ.get("FLUX_JOB_ID"):
         return f"flux::{number}"
     return ""
 

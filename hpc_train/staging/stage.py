@@ -57,7 +57,8 @@ def copies_folder(to: Path | None, environ: Mapping[str, str]) -> Path:
     """
     from hpc_train.job.jobs import own_place  # it loads more than all else here: only rank 0 does
 
-    number = own_place(environ).job.rpartition(":")[-1]
+    # `flux run` gives its ranks a FLUX_JOB_ID of their own, and a batch script has none.
+    number = environ.get("FLUX_ENCLOSING_ID") or own_place(environ).job.rpartition(":")[-1]
     number = number or environ.get("HPC_TRAIN_LOCAL_JOB") or f"user-{os.getuid()}"
     base = to or Path(environ.get("TMPDIR") or "/tmp")
     return base.absolute() / f"hpc_train-{number}"

@@ -18,10 +18,10 @@ echo "job $job, start $count, on $LSB_MCPU_HOSTS"
 #% endblock %#
 #% block again %#
 if [ -n "$task" ]; then # a task of an array is submitted again by itself
-    if sed '/^#BSUB -J /s/\[[^]]*\][%0-9]*//' "$script" >"$run_dir/job.sh"; then
+    if sed '/^#BSUB -J /s/\[[^]]*\][%0-9]*//' "$script" >|"$run_dir/job.sh"; then
         script=$run_dir/job.sh
     elif [ "$code" -eq 75 ]; then
-        why="$run_dir/job.sh cannot be written, so the task is not queued again: free space, and submit once more"
+        why="$script cannot be copied to $run_dir/job.sh, so the task is not queued again: submit once more when it can"
         echo "$why"
         end
     fi

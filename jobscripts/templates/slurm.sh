@@ -116,7 +116,9 @@ fi
 if [ "$requeue_by" = requeue ] && [ "$(field Requeue)" != 0 ]; then
     why="\`scontrol requeue\` failed"
 #% if staging %#
-    remove_copies 10 # `scontrol requeue` ends this script at once, and after the time limit SLURM does soon
+    # `scontrol requeue` ends this script at once, and so does SLURM soon after the time limit.
+    left=$((${SLURM_JOB_END_TIME:-0} - $(date +%s)))
+    remove_copies $((left < 10 ? 10 : left > 60 ? 60 : left))
 #% endif %#
     undisturbed 60 "$scontrol" requeue "$job"
     failed=$?

@@ -31,8 +31,6 @@ def test_where_a_process_stands():
     assert jobs.own_place(SLURM | launched) == ProcessPlace("slurm:c:7", 1, "abc", 2)
     assert jobs.own_place({"PBS_JOBID": "7[2].server"}) == ProcessPlace("pbs::7[2].server")
     assert jobs.own_place({"LSB_JOBID": "7", "LSB_JOBINDEX": "2"}) == ProcessPlace("lsf::7[2]")
-    flux = {"FLUX_JOB_ID": "f2", "FLUX_ENCLOSING_ID": "f1"}
-    assert jobs.own_place(flux) == ProcessPlace("flux::f1"), "that of the batch script"
     assert jobs.own_place({}) == ProcessPlace()
 
 

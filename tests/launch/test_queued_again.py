@@ -380,13 +380,21 @@ def test_the_program_runs_in_the_folder_of_the_setup_and_the_next_job_begins_in_
 def test_variables_of_the_setup_are_those_of_the_program_and_not_of_the_script(shell):
     names = ["job", "task", "script", "launcher", "command", "count", "line", "name", "code"]
     setup = [f"export {name}=my-{name}" for name in names]
-    setup += ["run_dir=other; max_requeues=0", "end() { exit 3; }", "sbatch=other"]
+    setup += ["run_dir=other; export max_requeues=0", "end() { exit 3; }", "sbatch=other"]
     tell = " ".join(f"${name}" for name in names)
     done = shell.run(f'echo "{tell}"; exit 75', setup=setup)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " ".join(f"my-{name}" for name in names) in done.stdout
     assert "my-" not in shell.calls[0]
     assert shell.records[-1]["job"] == {"pbs": "7.x"}.get(shell.scheduler, "7")
+
+
+def test_a_setup_may_change_settings_of_the_script(slurm):
+    setup = ['launcher=(echo by me "${launcher[@]}"); command+=(--data "$PWD")', "max_requeues=0"]
+    done = slurm.run("exit 75", setup=setup)
+    assert f"by me bash -c exit 75 it --data {slurm.folder}\n" in done.stdout
+    done = slurm.run("exit 75", setup=setup[1:])
+    assert "queued again 0 times, the maximum" in done.stdout
 
 
 def test_a_setup_that_fails_is_told_of_the_job_whatever_variables_it_has_set(slurm):
@@ -446,8 +454,8 @@ def test_a_task_whose_script_cannot_be_written_is_not_queued_again(tmp_path, sch
     sweep = [["--run.seed", "1"], ["--run.seed", "2"]]
     done = shell.run("exit 75", {ARRAYS[scheduler]: "1"}, sweep=sweep)
     assert done.returncode == 75
-    assert "run/task-1/job.sh cannot be written" in done.stdout
-    assert "free space" in (tmp_path / "run/task-1/jobs.jsonl").read_text()
+    assert "job.sh cannot be copied to run/task-1/job.sh" in done.stdout
+    assert "cannot be copied" in (tmp_path / "run/task-1/jobs.jsonl").read_text()
     assert not shell.calls
 
 
@@ -463,11 +471,11 @@ def test_a_record_after_half_a_line_has_a_line_of_its_own(slurm):
     assert [event["event"] for event in events] == ["ended", "queued"]
 
 
-def chain(shell: Shell, program: str, jobs: int = 10) -> int:
+def chain(shell: Shell, program: str, jobs: int = 10, **fields) -> int:
     """Run a script until it is not queued again; returns how many jobs there were."""
     for count in range(jobs):
         shutil.rmtree(shell.folder / "new", ignore_errors=True)
-        if shell.run(program, {"HPC_TRAIN_QUEUED": str(count)}).returncode:
+        if shell.run(program, {"HPC_TRAIN_QUEUED": str(count)}, **fields).returncode:
             return count + 1
     return jobs
 
@@ -490,6 +498,14 @@ def test_a_chain_with_newer_checkpoints_goes_on(shell, name):
 def test_a_chain_of_a_loop_whose_checkpoints_are_in_the_run_directory_goes_on(slurm):
     save = "echo > run/step-00000000$HPC_TRAIN_QUEUED.safetensors"
     assert chain(slurm, f"{save}; exit 75", 4) == 4
+
+
+def test_a_chain_whose_setup_changes_the_folder_goes_on(slurm):
+    (slurm.folder / "src").mkdir()
+    (slurm.folder / "run").mkdir()
+    (slurm.folder / "run/step-times.csv").touch()  # is no checkpoint
+    save = "mkdir -p run/checkpoints; echo > run/checkpoints/$HPC_TRAIN_QUEUED.pt"
+    assert chain(slurm, f"{save}; sleep 0.01; exit 75", 4, setup=["cd src"]) == 4
 
 
 def test_a_job_that_saves_the_same_step_again_makes_no_progress(shell):

@@ -225,9 +225,9 @@ def test_a_job_without_a_scheduler_has_nothing_of_the_job_around_it(local, tmp_p
     told = {"SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_ID": "5", "PBS_NODEFILE": "/x"}
     told |= {"LSB_MCPU_HOSTS": "n1 4", "FLUX_ENCLOSING_ID": "f1"}
     words = "env | grep -E '^(SLURM|PBS|LSB|FLUX)_'; echo listed; exit 3"
-    local(options=["--setup", words], SLURM_CONF="/c", **told)
+    local(options=["--setup", words], SLURM_TMPDIR="/t", **told)
     wait_until(lambda: [event for event in events(tmp_path) if event["event"] == "ended"])
-    assert (tmp_path / "r/r.out").read_text().startswith("SLURM_CONF=/c\nlisted\n")
+    assert (tmp_path / "r/r.out").read_text().startswith("SLURM_TMPDIR=/t\nlisted\n")
 
 
 def test_a_job_that_has_ended_on_another_host_need_not_be_asked_about(tmp_path):

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 # What a scheduler tells the job around this process, and no setting of the user's. A local job has
 # this machine alone, but mpirun, too, would take the hosts of the job around it.
 _OF_A_JOB = re.compile(
-    r"SLURM_(?!CONF|CLUSTERS$)|SLURMD_|PBS_(?!CONF_FILE$|EXEC$|HOME$|SERVER$|DEFAULT$)"
+    r"SLURM_(?!CONF|CLUSTERS$|SUBMIT_|TMPDIR$)|SLURMD_"
+    r"|PBS_(?!CONF_FILE$|EXEC$|HOME$|SERVER$|DEFAULT$|O_|JOBFS$|TMPDIR$)"
     r"|LSB_(?!DEFAULT)|FLUX_(JOB|ENCLOSING|TASK)_|K_MPI_JOB_ROLE$"
 )
 KILL_AFTER = 30  # seconds between SIGTERM and SIGKILL at the time limit

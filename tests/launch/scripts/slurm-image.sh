@@ -102,10 +102,12 @@ fail() { # WHAT HAS FAILED
     end
 }
 # The setup may use names of this script for variables of its own, and may change the folder. The script keeps its
-# values and its folder. The program starts in the setup's folder, with all variables that the setup exports.
+# values and its folder. The program starts in the setup's folder, with all variables that the setup exports. The
+# setup may change settings of this script: those of own_settings, if it does not export them.
 own_folder=$PWD
 own_names=(run_dir all command launcher stage stage_launcher environment requeue_by max_requeues script notice no_kill
     walltime output task job own child line stalled next why resume_by count code stop copies before waiting name)
+own_settings=" command launcher requeue_by max_requeues notice no_kill "
 own_names+=(sbatch scontrol squeue)
 own_values=$(
     declare -p "${own_names[@]}" 2>/dev/null
@@ -121,14 +123,24 @@ set +eEu +o pipefail # the rest looks at exit codes by itself
 [[ $(trap -p ERR) != *signalled* ]] || trap - ERR
 [[ $(trap -p EXIT) != *"fail setup"* ]] || trap - EXIT # not a trap of the setup
 for own_name in "${own_names[@]}"; do
-    read -r _ own_flags _ <<<"$(declare -p "$own_name" 2>/dev/null)"
-    [[ $own_flags != *x* ]] || own_exports+=("$own_name=${!own_name}")
+    own_set=$(declare -p "$own_name" 2>/dev/null)
+    IFS=' ' read -r _ own_flags _ <<<"$own_set"
+    if [[ $own_flags == *x* ]]; then
+        own_exports+=("$own_name=${!own_name}")
+    elif [[ $own_settings == *" $own_name "* ]]; then
+        own_values+=$'\n'$own_set
+    fi
 done
 unset -v "${own_names[@]}"
 eval "$own_values"
 code=$own_code
-folder=$PWD
+own_start=$PWD
 cd "$own_folder" || fail "return to $own_folder"
+own_dirs=("$run_dir")
+if [ "$own_start" != "$own_folder" ] && [[ $run_dir != /* ]]; then
+    own_dirs+=("$own_start/$run_dir")
+    echo "the setup has changed the folder: \"$run_dir\" is in $own_folder for this script, and in $own_start for the program"
+fi
 if [ "$code" -ne 0 ] && [ -z "$signalled" ]; then
     fail setup
 fi
@@ -184,15 +196,15 @@ fi
 
 newest() { # the newest checkpoint: its name has the step; the files of other programs have their time
     { # those of a `Loop` are in the run directory itself
-        find "$run_dir" -maxdepth 1 -type f -name 'step-*' -printf '%f\n'
-        find "$run_dir/checkpoints" -type f ! -name '.*' ! -name LATEST \
+        find "${own_dirs[@]}" -maxdepth 1 -type f -name 'step-[0-9]*.safetensors' -printf '%f\n'
+        find "${own_dirs[@]/%//checkpoints}" -type f ! -name '.*' ! -name LATEST \
             \( -name 'step-*' -printf '%f\n' -o -printf '%T@ %f\n' \)
     } 2>/dev/null | LC_ALL=C sort | tail -n 1
 }
 before=$(newest)
 code=75
 if [ -z "$signalled" ]; then
-    cd "$folder" || fail "change to $folder"
+    cd "$own_start" || fail "change to $own_start"
     ${own_exports[0]:+env} "${own_exports[@]}" "${launcher[@]}" "${command[@]}" &
     # shellcheck disable=SC2164
     cd "$own_folder"
