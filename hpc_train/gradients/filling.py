@@ -73,7 +73,6 @@ class Filling:
         self.slots = [slot for some in self.by_bucket for slot in some]
         self.strays: list[Slot] = []
         self.zeros: set[Slot] = set()
-        self._kept: list[Slot] = []  # from `keep_zeros`
         self.over = False
         self._look, self._begin_pass = look, begin_pass
         self._hooks = {slot: self._hook(slot) for slot in self.slots}
@@ -114,7 +113,6 @@ class Filling:
 
     def part(self) -> None:
         """Leave the gradients of a step that is over to code that still has them."""
-        self.drop_zeros()
         for slot in self.all_slots:
             slot.part(averaged=self.over)
 
@@ -306,30 +304,6 @@ class Filling:
             if slot.parameter.grad is slot.pending:
                 slot.parameter.grad = None if slot.hollow else slot.gradient
 
-    def lacking(self) -> list[Slot]:
-        """The slots whose promise has no gradient of this rank behind it."""
-        return [slot for slot in self.all_slots if slot.lacks]
-
-    def keep_zeros(self, slots: Sequence[Slot]) -> None:
-        """Let promises that no rank has a gradient for stand for zeros until `drop_zeros`.
-
-        Code that looks at one gradient may have listed the parameters that have one before.
-
-        Args:
-            slots: from `lacking`, before averaging.
-        """
-        self._kept = [slot for slot in slots if slot.hollow]
-        for slot in self._kept:
-            slot.parameter.grad = slot.pending
-
-    def drop_zeros(self) -> None:
-        """Set `grad` to None where it stands for zeros or is a product of them."""
-        for slot in self._kept:
-            gradient = slot.parameter.grad
-            if gradient is slot.pending or (gradient is not None and not gradient.any()):
-                slot.parameter.grad = None
-        self._kept = []
-
     def adopt(self, parameters: Sequence[Parameter]) -> None:
         """Make slots for parameters that came later, with memory of their own."""
         known = {id(slot.parameter) for slot in self.strays}
@@ -377,7 +351,6 @@ class Filling:
 
     def _leave(self, slots: Sequence[Slot]) -> None:
         """Remove the hooks of slots; gradients that lie in buckets are copied."""
-        self.drop_zeros()
         for slot in slots:
             for hook in self._hooks.pop(slot, ()):
                 hook.remove()

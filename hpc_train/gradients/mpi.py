@@ -221,10 +221,9 @@ class BucketAverager:
 
     def average(self) -> None:
         """Sum the buckets that were not summed during the backward pass. Collective."""
-        filling = self._filling
         if self._done or (self.group.size == 1 and not self.buckets):
-            filling.drop_zeros()
             return
+        filling = self._filling
         if changed := self._changed():
             self._adopt()
         late, failure = self._check()
@@ -354,10 +353,7 @@ class BucketAverager:
 
     def _look(self, slot: Slot) -> Tensor:
         """Average because somebody looks at a gradient; returns the averaged one. Collective."""
-        if not self._done:
-            zeros = self._filling.lacking()
-            self.average()
-            self._filling.keep_zeros(zeros)
+        self.average()
         self._looked = True
         assert slot.gradient is not None  # else `ShardedAverager` raises
         return torch.zeros_like(slot.gradient) if slot.hollow else slot.gradient
@@ -401,7 +397,6 @@ class BucketAverager:
         """Average after each call of another optimizer's closure, too (see `GradientAverager`)."""
 
         def hook(_: Optimizer, args: Any, kwargs: Any) -> Any:
-            self._filling.drop_zeros()
             return replaced_closure(args, kwargs, self._averaged)
 
         self._step_hooks.append(before_step(optimizer, hook))

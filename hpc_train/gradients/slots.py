@@ -206,8 +206,7 @@ class Slot:
             self.gradient = mean.detach()
             mean.data = mean.clone()
         if promised:
-            kept = torch.zeros_like(mean) if self.hollow and mean is not None else mean
-            self.pending.averaged = partial(_kept, kept if averaged else None)
+            self.pending.averaged = partial(_kept, mean if averaged else None)
             self.pending = self._promise()
 
     def begin_step(self) -> None:
