@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hpc_train.checkpoint.fileformat import Entry, torch_dtypes
 from hpc_train.checkpoint.parts import as_bytes
-from hpc_train.checkpoint.state import MODEL
+from hpc_train.checkpoint.state import COMPLEX, MODEL
 from hpc_train.collectives import Collectives
 from hpc_train.errors import UserError
 from hpc_train.mpi.group import Group
@@ -88,10 +88,12 @@ def _changed_by(change: Callable[[torch.Tensor], None], tensor: torch.Tensor) ->
 
 def _saved(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor | None]]:
     """The buffers that are saved, also those that are None: module, name there, name, buffer."""
+    saved = model.state_dict(keep_vars=True)  # modules and hooks may leave some out
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
-            if key not in module._non_persistent_buffers_set:
-                yield module, key, f"{prefix}.{key}".removeprefix("."), buffer
+            name = f"{prefix}.{key}".removeprefix(".")
+            if key not in module._non_persistent_buffers_set and (buffer is None or name in saved):
+                yield module, key, name, buffer
 
 
 def forms_of(model: nn.Module) -> BufferForms:
@@ -99,7 +101,7 @@ def forms_of(model: nn.Module) -> BufferForms:
     return {name: _form(buffer) for *_, name, buffer in _saved(model)}
 
 
-def make_late(model: nn.Module, entries: Mapping[str, Entry]) -> None:
+def make_late(model: nn.Module, entries: Mapping[str, Entry], values: Mapping[str, str]) -> None:
     """Make the buffers that a model makes in its first forward pass, with a checkpoint's shapes.
 
     Their numbers are not filled yet.
@@ -107,12 +109,15 @@ def make_late(model: nn.Module, entries: Mapping[str, Entry]) -> None:
     Args:
         model: has all tensors whole.
         entries: the checkpoint's tensors, by name.
+        values: what it tells of the model's tensors, by name (see `state.COMPLEX`).
     """
     device = next((parameter.device for parameter in model.parameters()), None)
     for module, key, name, buffer in [*_saved(model)]:
         if (saved := entries.get(MODEL + name)) is None:
             continue
         form = torch_dtypes()[saved.dtype], torch.Size(saved.shape)
+        if values.get(MODEL + name) == COMPLEX:
+            form = torch.complex128, form[1][:-1]
         own = _form(buffer)
         if form == own or not _may_change(module, own, form):
             continue

@@ -340,7 +340,7 @@ class Content:
         self.plans.forget()
         with agreed(self.group):
             if not trained.shards:
-                make_late(trained.model, reader.entries)
+                make_late(trained.model, reader.entries, saved.get("model", {}))
         of_model = state.model_tensors(trained.model, trained.shards, trained.streamed)
         forms = self.replica.united({name: part.form for name, part in of_model.items()})
         names = self.replica.united(state.trained_names(trained))

@@ -79,6 +79,7 @@ def _has_memory(value: object) -> bool:
         isinstance(value, Tensor)
         and value.layout is torch.strided
         and not value.is_meta
+        and not value.is_nested
         and bool(torch._C._has_storage(value))
     )
 

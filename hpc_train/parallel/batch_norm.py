@@ -233,9 +233,13 @@ def _over_ranks(plain: Any) -> Any:
     def forward(self: Any, *args: Any, **how: Any) -> Any:
         if not isinstance(self, whole):  # `release` came, and a wrapper has kept this method
             return type(self).forward(self, *args, **how)
+        sums, mean = self.sums_over_ranks, self.running_mean
+        unsure = self.training and not sums.reached and mean is not None
+        before = mean.clone() if unsure else None
         result = super(whole, self).forward(*args, **how)
-        sums = self.sums_over_ranks
-        if self.training and not sums.reached:
+        # A frozen layer uses its running statistics, and leaves them.
+        frozen = before is not None and torch.equal(before, mean)
+        if self.training and not sums.reached and not frozen:
             raise UserError(
                 f"BatchNorm layer {sums.name}, a {plain.__name__}, takes its statistics by itself, "
                 "so from its own rank's samples only",

@@ -223,8 +223,9 @@ class Copy:
             raise UserError(
                 f"{self.folder} has copies of {', '.join(map(str, there.values()))}, which may be "
                 "in use",
-                "name all folders in one `hpc-train stage`, or remove the copies of all nodes first, "
-                f"as you staged them, by `hpc-train stage --clean --to {self.folder.parent}`",
+                "name all folders in one `hpc-train stage`, or first remove all nodes' copies, "
+                "as you staged them, by "
+                f"`hpc-train stage --clean --to {self.folder.parent}`",
             )
 
     def _noted(self) -> Listing:

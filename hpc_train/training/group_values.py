@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -13,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from hpc_train.checkpoint.content import PLAIN
 from hpc_train.errors import CheckpointMismatch
 
+NESTED = 8  # a step may call others of the same optimizer
 OF_TORCH = {"state", "param_groups"}
 """The keys of what `state_dict` of torch's optimizers returns."""
 
@@ -21,25 +25,30 @@ class GroupValues:
     """Knows which values of an optimizer's groups are state, and not options of the program.
 
     Optimizers such as Prodigy and Schedule-Free count steps there, and estimate their step's size.
-    Such a value changes in `step`. Or the optimizer has made it itself, since its constructor takes
-    no argument of that name, and it is not what it was in the beginning. All other values stay as
-    the program sets them, also if it sets others in its next start.
+    Such a value changes in `step`. Or the optimizer has made it itself, since neither its
+    constructor nor one of torch's optimizers takes an argument of that name, and it is not what it
+    was in the beginning. All other values stay as the program sets them, also if it sets others in
+    its next start.
 
     Args:
-        optimizer: `before_step` and `after_step` are called before and after each of its steps.
+        optimizer: `before_step` and `after_step` are called before and after each of its steps,
+            unless it is one of torch's own, which keep no state there.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.keys: set[str] = set()
-        kinds = [kind for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
+        self.unsaved: set[str] = set()
+        """Those that are of a type that checkpoints cannot hold."""
+        self.of_torch = type(optimizer).__module__.startswith("torch.optim")
+        torchs = [kind for kind in vars(torch.optim).values() if inspect.isclass(kind)]
+        kinds = [kind for kind in (*type(optimizer).__mro__, *torchs) if "__init__" in vars(kind)]
         taken = {
             name for kind in kinds for name in inspect.signature(vars(kind)["__init__"]).parameters
         }
         self._made = {key for key in optimizer.defaults if key not in taken}
         self._first = self._marks()
-        self._before: list[dict[str, Any]] = []
-        self._stepping = False
+        self._before: list[list[dict[str, Any]]] = []  # of steps that are under way
 
     def _marks(self) -> list[dict[str, Any]]:
         """For each group, what tells by key whether a value has changed."""
@@ -50,28 +59,44 @@ class GroupValues:
 
     def before_step(self, *_: Any) -> None:
         """Remember the values before a step. A step may call that of its base class."""
-        if not self._stepping:
-            self._before, self._stepping = self._marks(), True
+        self._before.append(self._marks())
+        del self._before[:-NESTED]  # of steps that have raised
 
     def after_step(self, *_: Any) -> None:
         """Find the values that the step has changed."""
-        self._stepping = False
-        self.keys |= self._changed_since(self._before)
+        if self._before:
+            self.keys |= self._changed_since(self._before.pop())
 
     def _changed_since(self, before: list[dict[str, Any]]) -> set[str]:
         pairs = zip(before, self._marks(), strict=False)
         return {key for was, now in pairs for key in now if key not in was or was[key] != now[key]}
 
     def present(self) -> list[dict[str, Any]]:
-        """These values now, for each group by key."""
+        """These values now, for each group by key, but for those that checkpoints cannot hold."""
+        if self.of_torch:
+            return []
         self.keys |= self._made & self._changed_since(self._first)
         groups = self.optimizer.param_groups
-        return [{key: group[key] for key in sorted(self.keys) if key in group} for group in groups]
+        self.unsaved |= {k for group in groups for k in self.keys if not _holds(group.get(k))}
+        return [
+            {key: _plain(group[key]) for key in sorted(self.keys - self.unsaved) if key in group}
+            for group in groups
+        ]
 
     def restore(self, saved: list[dict[str, Any]]) -> None:
         """Give the groups the values that `present` has returned earlier."""
         put_in_groups(self.optimizer, saved)
         self.keys.update(key for values in saved for key in values)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _holds(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_holds, value))
+    return isinstance(_plain(value), (Tensor, *PLAIN))
 
 
 def mark_of(value: Any) -> Any:
@@ -113,7 +138,8 @@ def load_in_place(optimizer: Optimizer, state: Any) -> None:
     if optimizer.param_groups is not groups and len(groups) == len(optimizer.param_groups):
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
-        optimizer.param_groups = groups
+        with suppress(AttributeError):  # it may be a property that only reads
+            optimizer.param_groups = groups
 
 
 def lost_with(optimizer: Optimizer, kept: Iterable[object]) -> list[str]:

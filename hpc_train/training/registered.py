@@ -36,12 +36,10 @@ REGISTERED_KINDS = "registered_kinds"
 HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 """Keys of an optimizer's groups that are not saved: they say how it computes, not what."""
 OPTIONS, OWN = "", "."
+PATHS = {OPTIONS: f"{PREFIX}..groups", OWN: f"{PREFIX}..param_groups"}  # begin their tensors' names
 """The names of the groups' options, and of the values there that are the optimizer's own state."""
-WHAT = {
-    OPTIONS: ("the options of the optimizer's groups (lr ...)", "with loop.mean"),
-    OWN: ("what the optimizer itself keeps in its groups", "without zero and average_every"),
-}
-"""What these are in messages, and in which way all ranks have the same."""
+OF_GROUPS = "the options of the optimizer's groups (lr ...)", "with loop.mean"
+"""What `OPTIONS` are in messages, and in which way all ranks have the same."""
 
 
 def _held_by(thing: Any) -> list[Any]:
@@ -103,10 +101,11 @@ class Registered(ExtraState):
         self._tensors: dict[str, Tensor] = {}
         self._empty: set[str] = set()  # names of objects that had no state when they came
         self._own = GroupValues(optimizer)
-        self.hooks = [
-            before_step(optimizer, self._own.before_step),
-            after_step(optimizer, self._own.after_step),
-        ]
+        self._apart = False  # whether `_own` differs between ranks
+        self.hooks = []
+        if not self._own.of_torch:
+            self.hooks.append(before_step(optimizer, self._own.before_step))
+            self.hooks.append(after_step(optimizer, self._own.after_step))
 
     def add(self, name: str, thing: Registrable) -> None:
         """Register one more object. Collective.
@@ -253,18 +252,47 @@ class Registered(ExtraState):
             self._look()
         names = ", ".join(f"{n} ({type(thing).__name__})" for n, thing in self.things.items())
         same(self.group, "what loop.register was given", names, "register the same on all ranks")
+        self._compare_own()
         for name, tree in self._trees.items():
             named = f"the state of {name!r}, which loop.register was given,", "with loop.mean"
-            what, how = WHAT.get(name, named)
+            what, how = OF_GROUPS if name == OPTIONS else named
             with agreed(self.group):
                 digest = self._digest(name, tree)
             same(self.group, what, digest, f"give all ranks the same state, as {how}")
+
+    def _compare_own(self) -> None:
+        """Leave out what the optimizer keeps in its groups if it differs between ranks. Collective.
+
+        With `zero` a rank steps a part of the parameters, and may keep something about these.
+        """
+        digest = int(self._digest(OWN, self._trees[OWN])[:15], 16)
+        of = "a comparison of what the optimizer keeps in its groups"
+        apart = self.group.largest(digest, of) != self.group.smallest(digest)
+        if apart:
+            del self._trees[OWN]
+            held = PATHS[OWN]
+            self._tensors = {n: t for n, t in self._tensors.items() if not n.startswith(held)}
+        if apart and not self._apart and self.group.rank == 0:
+            logger.warning(
+                "%s keeps %s in its param_groups, which differs between ranks, so checkpoints lack "
+                "it: leave zero and average_every out",
+                type(self.optimizer).__name__,
+                ", ".join(map(repr, sorted(self._own.keys))),
+            )
+        self._apart = apart
 
     def tell_of_lost(self) -> None:
         """Warn on rank 0 of state that is not saved. All ranks call it after the first step."""
         for line in lost_with(self.optimizer, self.things.values()):
             if self.group.rank == 0:
                 logger.warning("%s", line)
+        if self._own.unsaved and self.group.rank == 0:
+            logger.warning(
+                "%s keeps %s in its param_groups, which checkpoints cannot hold: keep numbers, "
+                "texts, tensors or lists of these there",
+                type(self.optimizer).__name__,
+                ", ".join(map(repr, sorted(self._own.unsaved))),
+            )
         if lost := sorted(filter(self._has_nothing, self._empty)) if self.group.rank == 0 else []:
             logger.warning(
                 "state_dict() of %s, which loop.register was given, is empty, so nothing of it is "
@@ -298,9 +326,9 @@ class Registered(ExtraState):
                 {key: value for key, value in group.items() if key not in HOW}
                 for group in self.optimizer.param_groups
             ]
-            trees[OPTIONS] = encode(options, f"{PREFIX}..groups", tensors)
+            trees[OPTIONS] = encode(options, PATHS[OPTIONS], tensors)
         # All ranks compare it, also if some have none.
-        trees[OWN] = encode(self._own.present(), f"{PREFIX}..param_groups", tensors)
+        trees[OWN] = encode(self._own.present(), PATHS[OWN], tensors)
         self._trees, self._tensors = trees, tensors
 
     def _steers(self, thing: Any, optimizer: Optimizer | None = None) -> bool:
@@ -318,8 +346,9 @@ class Registered(ExtraState):
     def _digest(self, name: str, tree: Any) -> str:
         """A hash of an object's state: of its JSON and its tensors."""
         found = xxhash.xxh3_128(json.dumps(tree, sort_keys=True).encode())
+        begin = PATHS.get(name, f"{PREFIX}.{name}")
         for path, tensor in self._tensors.items():
-            if path == f"{PREFIX}.{name}" or path.startswith(f"{PREFIX}.{name}."):
+            if path == begin or path.startswith(f"{begin}."):
                 found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
                 found.update(as_bytes(tensor.contiguous()).cpu().numpy().data)
         digest: str = found.hexdigest()
@@ -391,7 +420,7 @@ class Registered(ExtraState):
             return
         if new := sorted(self.things.keys() - saved.keys()):
             logger.warning("the checkpoint has no state of %s: it starts afresh", ", ".join(new))
-        if gone := sorted(saved.keys() - self.things.keys() - WHAT.keys()):
+        if gone := sorted(saved.keys() - self.things.keys() - {OPTIONS, OWN}):
             logger.warning(
                 "the checkpoint has the state of %s, which is no longer registered: it is dropped",
                 ", ".join(gone),

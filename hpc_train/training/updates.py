@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from hpc_train.training.group_values import mark_of
 
+HABIT = 3  # batches; an object may be updated in every second one
+
 
 class Updates:
     """Which registered objects change between the optimizer's step and the next batch.
@@ -25,6 +27,7 @@ class Updates:
         self.things = {n: one for n, one in things.items() if not isinstance(one, Optimizer)}
         self._stepped: dict[str, Any] | None = None  # marks after the last step of the batch
         self._always: set[str] | None = None  # the objects that were updated in all whole batches
+        self._whole = 0  # number of these
 
     def note_step(self) -> None:
         """Remember the objects as they are after an optimizer's step."""
@@ -33,13 +36,14 @@ class Updates:
     def end_batch(self) -> None:
         """Find the objects that were updated in a batch that is whole."""
         if self._stepped is not None:
+            self._whole += 1
             found = self._changed(self._stepped)
             self._always = found if self._always is None else self._always & found
         self._stepped = None
 
     def missing(self) -> list[str]:
         """The objects that were updated in each batch before, but not in the one that was left."""
-        if self._stepped is None:
+        if self._stepped is None or self._whole < HABIT:
             return []
         return sorted((self._always or set()) - self._changed(self._stepped))
 

@@ -21,11 +21,19 @@ class Late(nn.Module):
         self.register_buffer("mean", None)
         self.register_buffer("seen", torch.empty(0))
         self.register_buffer("least", torch.tensor(0.0))
+        self.register_buffer("waves", None)
+        self.register_buffer("cache", torch.zeros(1))  # of which state_dict has nothing
 
     def forward(self, x):
+        self.cache = x
         if self.mean is None:
+            self.waves = torch.fft.fft(x[0].double())
             self.mean, self.seen, self.least = x.mean(0), x.sum(1), x.amin(0)
         return self.linear(x - self.mean)
+
+    def _save_to_state_dict(self, state, prefix, keep_vars):
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        del state[f"{prefix}cache"]
 
     def _load_from_state_dict(self, state, prefix, *others):
         self.least.resize_(state[f"{prefix}least"].shape)

@@ -168,6 +168,31 @@ def test_ranks_in_different_layers_are_refused(job, backward):
         call()
 
 
+class Frozen(nn.BatchNorm1d):
+    """Keeps its statistics in training, until it is released."""
+
+    frozen = True
+
+    def forward(self, x):
+        if self.frozen:
+            return F.batch_norm(x, self.running_mean, self.running_var, eps=self.eps)
+        return super().forward(x)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_layer_that_is_frozen_in_training_takes_statistics_of_all_ranks_later(job):
+    model = nn.Sequential(Frozen(3))
+    batch_norm.set_up_batch_norm(model, over := connect(job.world), "sync")
+    x = torch.full((2, 3), float(job.world.rank))
+    first = model(x)
+    model[0].frozen = False
+    later = model(x)
+    batch_norm.release(model, over)
+    torch.testing.assert_close(first, x / (1 + 1e-5) ** 0.5)
+    var, mean = torch.var_mean(torch.arange(job.world.size) * 1.0, correction=0)
+    torch.testing.assert_close(later, (x - mean) / (var + 1e-5) ** 0.5)
+
+
 class ByItself(nn.BatchNorm1d):
     """Computes as torch's own layer does, and does not call it."""
 
