@@ -132,7 +132,7 @@ class Attempt:
             thread.start()
 
     def _copy(self, source: IO[bytes], target: IO[str]) -> None:
-        """Copy output as it comes, because a progress bar has no end of line; keep its lines."""
+        """Copy output at once, because a progress bar does not end its line, and keep the lines."""
         decoder, begun, more = getincrementaldecoder("utf-8")("replace"), "", True
         with source:
             while more:

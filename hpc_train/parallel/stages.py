@@ -83,7 +83,8 @@ class Cursor:
         entered: whether the first module has got the activation. If the model calls its `forward`
             directly, no hook has run.
         graded: whether the pass computes gradients.
-        outside: from `Stages._outside`, at the first time of which changes would be lost.
+        outside: the saved buffers that lie in no stage, as `Stages._outside` has them before the
+            part of the pass in which they must not change.
     """
 
     run: range
@@ -228,7 +229,7 @@ class Stages:
         return original(*args, **how)
 
     def _advance(self, cursor: Cursor, position: int, args: Any) -> None:
-        """Note the call of a stage module. Refuse it if another one is due, or without a tensor."""
+        """Note that a stage module is called. It must be the one that is due, and get a tensor."""
         name = self.names[position]
         if position != cursor.due:
             raise UserError(f"the forward pass calls {name} before {self._due(cursor)}", REMEDY)

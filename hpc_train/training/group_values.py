@@ -39,7 +39,7 @@ class GroupValues:
         self.optimizer = optimizer
         self.keys: set[str] = set()
         self.unsaved: set[str] = set()
-        """Those that are of a type that checkpoints cannot hold."""
+        """The keys of values that have a type which checkpoints cannot hold."""
         self.of_torch = type(optimizer).__module__.startswith("torch.optim")
         torchs = [kind for kind in vars(torch.optim).values() if inspect.isclass(kind)]
         kinds = [kind for kind in (*type(optimizer).__mro__, *torchs) if "__init__" in vars(kind)]

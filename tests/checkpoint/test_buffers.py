@@ -22,7 +22,7 @@ class Late(nn.Module):
         self.register_buffer("seen", torch.empty(0))
         self.register_buffer("least", torch.tensor(0.0))
         self.register_buffer("waves", None)
-        self.register_buffer("cache", torch.zeros(1))  # of which state_dict has nothing
+        self.register_buffer("cache", torch.zeros(1))  # state_dict leaves it out
 
     def forward(self, x):
         self.cache = x

@@ -152,7 +152,7 @@ def test_each_task_of_a_sweep_is_a_job_where_there_are_no_arrays(answers, tmp_pa
 
 
 def test_slurm_ends_tasks_that_wait_by_the_number_of_their_array(answers):
-    """It refuses what it says of them itself."""
+    """scancel refuses the id that squeue prints for them."""
     calls = answers("scancel")
     scheduler_of("slurm").delete(["7_[2-8:2%2]", "7_0", "8", "9_1"])
     assert calls.read_text() == "7 8 9_1\n"
