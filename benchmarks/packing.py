@@ -33,7 +33,8 @@ from hpc_train.data.packing import PACKED_TOGETHER, DocumentWindows, PackedDatas
 from hpc_train.data.prepare.work import prepare_text
 from hpc_train.data.shard_files import ShardFiles
 from hpc_train.data.shards import TokenDataset
-from hpc_train.models.gpt.module import GPT, NOT_COUNTED
+from hpc_train.models.gpt.module import GPT
+from hpc_train.models.language import NOT_COUNTED
 
 BATCH = 64  # documents of a step
 AT_A_TIME = 8  # documents of a micro-batch as they come

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
 from hpc_train import files
-from hpc_train.checkpoint.export import write_tensors
+from hpc_train.checkpoint.export import Conversion, write_tensors
 from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.state import OPTIMIZER, parameter_of
 from hpc_train.errors import ConfigError
 from hpc_train.models.lora import is_adapter
 
+_REMEDY = "export the whole model: leave out --to, or give --to hf"
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_REMEDY = "export the whole model: leave out --to, or give --to gpt2"
 
 
-def export_adapters(
-    path: Path, folder: Path, convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]]]
-) -> int:
+def export_adapters(path: Path, folder: Path, convert: Conversion, *, transposed: bool) -> int:
     """Write a folder that PEFT opens beside the base model.
 
     Args:
         path: a checkpoint.
         folder: the folder to make, with `adapter_model.safetensors` and `adapter_config.json`.
-        convert: returns for the name of a layer's weight its name in the base model, and the
-            function that makes rows of their weight of rows of ours, before it is transposed.
+        convert: of the names and rows of layers' weights, before these are transposed.
+        transposed: whether the base model stores the weights of its layers transposed.
 
     Returns:
         The number of tensors that were written.
@@ -50,11 +47,11 @@ def export_adapters(
     tensors: dict[str, Tensor] = {}
     modules = []
     for layer in saved.adapters.layers:
-        theirs, of_rows = convert(f"{layer}.weight")
-        modules.append(theirs.removesuffix(".weight"))
         a, b = saved.adapter(layer)
-        tensors[f"base_model.model.{modules[-1]}.lora_A.weight"] = a
-        tensors[f"base_model.model.{modules[-1]}.lora_B.weight"] = of_rows(b)
+        for theirs, of_rows in convert(f"{layer}.weight"):
+            modules.append(theirs.removesuffix(".weight"))
+            tensors[f"base_model.model.{modules[-1]}.lora_A.weight"] = a
+            tensors[f"base_model.model.{modules[-1]}.lora_B.weight"] = of_rows(b)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -63,7 +60,7 @@ def export_adapters(
         "lora_alpha": saved.adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": True,  # a GPT-2 stores the weights of its layers transposed
+        "fan_in_fan_out": transposed,
         "target_modules": modules,
         "inference_mode": True,
     }

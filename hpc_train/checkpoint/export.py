@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpc_train import files
-from hpc_train.checkpoint.fileformat import Contents, TensorForm, torch_dtypes
+from hpc_train.checkpoint.fileformat import Contents, Entry, TensorForm, torch_dtypes
 from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.weights import check_patterns, selected
@@ -19,6 +20,9 @@ from hpc_train.errors import ConfigError, some_of
 
 SUFFIXES = (".safetensors", ".pt")
 _Change: TypeAlias = Callable[[Tensor], Tensor]
+Conversion: TypeAlias = Callable[[str], Sequence[tuple[str, _Change]]]
+"""Maps the name of one of our tensors to other programs' names for it, or for its parts. With each
+comes the function that makes their tensor of ours."""
 
 
 def export_model(
@@ -28,7 +32,7 @@ def export_model(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     dtype: torch.dtype | None = None,
-    convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]]] | None = None,
+    convert: Conversion | None = None,
 ) -> dict[str, TensorForm]:
     """Write the model's tensors alone, with the names that the module gives them.
 
@@ -45,8 +49,7 @@ def export_model(
         include: shell patterns of the names to write; by default all.
         exclude: shell patterns of the names to leave out.
         dtype: the type that floating-point tensors are converted to; by default they keep theirs.
-        convert: for programs with other names or another arrangement. It returns for a name the
-            other name, and the function that makes their tensor of ours.
+        convert: for programs with other names or another arrangement.
 
     Returns:
         Type and shape of each tensor that was written, by name, as .safetensors has it.
@@ -65,17 +68,13 @@ def export_model(
     own = _names_to_write(saved, extra, include, exclude)
     kinds = {name: None if name in saved.pairs else dtype for name in own}
     sources: dict[str, tuple[str, _Change]] = {}
-    forms: dict[str, TensorForm] = {}
     for name, (first, *_) in own.items():
-        new, change = (first, _same) if convert is None else convert(first)
-        entry = saved.entries[name]
-        empty = torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
-        empty = change(_as(empty, kinds[name]))
-        forms[new], sources[new] = (empty.dtype, tuple(empty.shape)), (name, change)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for new, (name, change) in sources.items():
-            yield new, change(_as(saved[name], kinds[name]))
+        made = [(first, _same)] if convert is None else convert(first)
+        sources |= {new: (name, change) for new, change in made}
+    forms = {
+        new: _form(change(_as(_empty(saved.entries[name]), kinds[name])))
+        for new, (name, change) in sources.items()
+    }
 
     def complete(written: dict[str, Any]) -> None:
         """Give a state dict its complex numbers, further names, and what is beside tensors."""
@@ -86,8 +85,36 @@ def export_model(
                 written.update(dict.fromkeys(own[name], written[new]))
         written.update({n: value for n, value in extra.items() if selected(n, include, exclude)})
 
-    write_tensors(forms, tensors(), target, complete)
+    write_tensors(forms, _converted(saved, sources, kinds), target, complete)
     return forms
+
+
+def _converted(
+    saved: MergedTensors,
+    sources: Mapping[str, tuple[str, _Change]],
+    kinds: Mapping[str, torch.dtype | None],
+) -> Iterator[tuple[str, Tensor]]:
+    """Read each tensor once, and yield what is made of it.
+
+    Args:
+        saved: the tensors.
+        sources: by the name of what is made, the tensor's name and the function that makes it.
+        kinds: the types that floating-point tensors are converted to, by their names.
+    """
+    for name, made in groupby(sources.items(), lambda item: item[1][0]):
+        tensor = _as(saved[name], kinds[name])
+        for new, (_, change) in made:
+            yield new, change(tensor)
+        del tensor  # before the next one is read
+
+
+def _empty(entry: Entry) -> Tensor:
+    """A tensor without content, which tells type and shape."""
+    return torch.empty(entry.shape, dtype=torch_dtypes()[entry.dtype], device="meta")
+
+
+def _form(tensor: Tensor) -> TensorForm:
+    return tensor.dtype, tuple(tensor.shape)
 
 
 def _names_to_write(

@@ -60,7 +60,9 @@ def start_from(
 
     A model may have a method `foreign_weights(about, *, whole)` for weights with other names or
     another arrangement: see `hpc_train.models.gpt.gpt2.foreign_weights`. What it returns may have
-    an attribute `fresh`, the names of parameters that the source may lack, in all or in part.
+    an attribute `fresh`, the names of parameters that the source may lack, in all or in part. It
+    may have a method `join(name, tensors)`, which makes one tensor of several converted ones that
+    it gives the same name. They come by their foreign names, and a KeyError names one that lacks.
 
     Args:
         path: a checkpoint, a run directory (for its newest checkpoint), a safetensors file, or a
@@ -268,23 +270,32 @@ def _converted(
         convert: returns for a foreign name our name, and the function that makes our tensor of the
             foreign one; None for a tensor that is not needed.
     """
-    forms, reads = {}, {}
-    for theirs, (word, shape) in source.forms.items():
-        if (known := convert(theirs)) is None:
-            continue
-        name, change = known
-        try:  # a tensor without content tells the shape
-            forms[name] = word, tuple(change(torch.empty(shape, device="meta")).shape)
+    reads: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {}
+    for theirs in source.forms:
+        if (known := convert(theirs)) is not None:
+            reads.setdefault(known[0], {})[theirs] = known[1]
+    joins = getattr(convert, "join", None)
+
+    def converted(name: str, read: Callable[[str], Tensor]) -> Tensor:
+        made = {theirs: change(read(theirs)) for theirs, change in reads[name].items()}
+        joined: Tensor = joins(name, made) if joins and len(made) > 1 else next(iter(made.values()))
+        return joined
+
+    def empty(theirs: str) -> Tensor:  # a tensor without content tells the shape
+        return torch.empty(source.forms[theirs][1], device="meta")
+
+    forms = {}
+    for name, parts in reads.items():
+        words = {source.forms[theirs][0] for theirs in parts}
+        try:
+            forms[name] = max(words), tuple(converted(name, empty).shape)
+        except KeyError as error:
+            raise CheckpointMismatch(f"{source.path} has no {error.args[0]}", GIVE) from None
         except (RuntimeError, IndexError, TypeError) as error:
-            cause = f"{source.path}: {theirs} has the shape {list(shape)}"
-            raise CheckpointMismatch(f"{cause} ({error})") from None
-        reads[name] = theirs, change
-
-    def read(name: str) -> Tensor:
-        theirs, change = reads[name]
-        return change(source.read(theirs))
-
-    return _Source(source.path, forms, read, source.about)
+            shapes = [f"{theirs} has the shape {[*source.forms[theirs][1]]}" for theirs in parts]
+            cause = f"{source.path}: {', '.join(shapes)} ({error})"
+            raise CheckpointMismatch(cause, GIVE) from None
+    return _Source(source.path, forms, lambda name: converted(name, source.read), source.about)
 
 
 def check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc_train import files
 from hpc_train.cli.verb import Parser
@@ -20,10 +20,16 @@ from hpc_train.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpc_train.checkpoint.export import Conversion
+
 _NAMES_SHOWN = 5
 DIFFERENCES_SHOWN = 20  # differences shown without --all
 # Options of `export` that would leave another program too little, by the value of --to.
-NOT_WITH = {"peft": ("include", "exclude", "dtype"), "gpt2": ("include", "exclude")}
+NOT_WITH = {
+    "peft": ("include", "exclude", "dtype"),
+    "hf": ("include", "exclude"),
+    "gpt2": ("include", "exclude"),
+}
 
 
 def options() -> Parser:
@@ -58,8 +64,8 @@ def options() -> Parser:
     diff.add_argument("--all", action="store_true", help="show all differences")
     export = actions.add_parser(
         "export",
-        help="write the model for other programs: as safetensors, as a torch state dict, as a "
-        "GPT-2, or its adapters for PEFT",
+        help="write the model for other programs: as safetensors, as a torch state dict, for "
+        "transformers, or its adapters for PEFT",
         description="Write the model's tensors alone.",
     )
     export.add_argument("checkpoint", help=source)
@@ -76,9 +82,10 @@ def options() -> Parser:
     )
     export.add_argument(
         "--to",
-        choices=("gpt2", "peft"),
-        help="write a folder that transformers opens as a GPT-2 (gpt2), or one with the adapters "
-        "of LoRA alone, which PEFT opens beside that GPT-2 (peft)",
+        choices=("hf", "gpt2", "peft"),
+        help="write a folder that transformers opens as a model of its own (hf; gpt2 takes a model "
+        "of kind gpt only), or one with the adapters of LoRA alone, which PEFT opens beside that "
+        "model (peft)",
     )
     return made
 
@@ -98,7 +105,7 @@ def run(arguments: Sequence[str]) -> int:
     if given.to == "peft":
         return export_to_peft(given.checkpoint, given.out)
     patterns = given.include, given.exclude
-    return export(given.checkpoint, given.out, *patterns, given.dtype, gpt2=bool(given.to))
+    return export(given.checkpoint, given.out, *patterns, given.dtype, to=given.to)
 
 
 def show_list(run: str) -> int:
@@ -175,27 +182,26 @@ def export(
     exclude: Sequence[str],
     dtype: str | None,
     *,
-    gpt2: bool,
+    to: str | None,
 ) -> int:
     """Write the model's tensors alone: to a file, or to a folder for Hugging Face."""
     import torch
 
     from hpc_train.checkpoint.catalogue import newest
     from hpc_train.checkpoint.export import export_model
-    from hpc_train.models.gpt.gpt2 import as_gpt2, config_json
 
-    path, target, convert, shape = newest(Path(source)), Path(out), None, {}
-    if gpt2:
-        shape, target = _sizes_of_gpt(path), target / "model.safetensors"
+    path, target, model = newest(Path(source)), Path(out), None
+    if to is not None:
+        model, target = _hugging_face(path, to), target / "model.safetensors"
         target.parent.mkdir(parents=True, exist_ok=True)
-        convert = as_gpt2(shape)
     kind = getattr(torch, dtype) if dtype else None
+    convert = model.tensors if model else None
     forms = export_model(
         path, target, include=include, exclude=exclude, dtype=kind, convert=convert
     )
-    if gpt2:
+    if model:
         config = target.with_name("config.json")
-        files.write_text(config, json.dumps(config_json(shape), indent=2) + "\n")
+        files.write_text(config, json.dumps(model.config, indent=2) + "\n")
     print(f"{out}: {len(forms)} tensors of {path}")
     return 0
 
@@ -204,24 +210,48 @@ def export_to_peft(source: str, out: str) -> int:
     """Write a model's adapters alone, to a folder for PEFT."""
     from hpc_train.checkpoint.adapters import export_adapters
     from hpc_train.checkpoint.catalogue import newest
-    from hpc_train.models.gpt.gpt2 import rows_as_gpt2
 
     path = newest(Path(source))
-    count = export_adapters(path, Path(out), rows_as_gpt2(_sizes_of_gpt(path)))
+    model = _hugging_face(path, "peft")
+    count = export_adapters(path, Path(out), model.rows, transposed=model.transposed)
     print(f"{out}: {count} tensors of {path}")
     return 0
 
 
-def _sizes_of_gpt(path: Path) -> dict[str, Any]:
-    """The sizes of a checkpoint's GPT, by the names of its arguments.
+class _HuggingFace(NamedTuple):
+    """What a checkpoint's model is in Hugging Face's library.
+
+    Args:
+        tensors: names and conversions of its tensors.
+        rows: the same, but weights are not transposed.
+        config: the content of `config.json`.
+        transposed: whether weights are stored transposed.
+    """
+
+    tensors: Conversion
+    rows: Conversion
+    config: dict[str, Any]
+    transposed: bool
+
+
+def _hugging_face(path: Path, to: str) -> _HuggingFace:
+    """Find what a checkpoint's model is there.
 
     Raises:
-        ConfigError: the checkpoint has no GPT.
+        ConfigError: it is not a language model, or not a GPT although `to` is gpt2.
     """
     from hpc_train.checkpoint.restore import Tensors
+    from hpc_train.models.gpt import gpt2
+    from hpc_train.models.llama import hugging_face
 
     about = Tensors(path).state().get("about", {})
-    if about.get("kind") != "gpt":
-        raise ConfigError(f"{path} is not a GPT of `hpc-train train`", "leave out --to")
-    shape: dict[str, Any] = about["shape"]
-    return shape
+    kind, sizes = about.get("kind"), about.get("shape", {})
+    if kind == "gpt":
+        both = gpt2.as_gpt2(sizes), gpt2.rows_as_gpt2(sizes)
+        return _HuggingFace(*both, gpt2.gpt2_config(sizes), transposed=True)
+    if kind not in hugging_face.ARCHITECTURES:
+        raise ConfigError(f"{path} is not a language model of `hpc-train train`", "leave out --to")
+    if to == "gpt2":
+        raise ConfigError(f"{path} is not a GPT: its model.kind is {kind}", "give --to hf")
+    names = hugging_face.converted_names(sizes)
+    return _HuggingFace(names, names, hugging_face.llama_config(kind, sizes), transposed=False)

@@ -58,7 +58,7 @@ def _train(settings: RunConfig | Exception, runtime: Runtime) -> None:
         if isinstance(settings, Exception):
             raise settings
         # Load torch last: mistakes show at once.
-        if settings.model.kind == "gpt":
+        if settings.model.is_language:
             from hpc_train.training.gpt import train_gpt as train
         else:
             from hpc_train.training.tables import train_table as train

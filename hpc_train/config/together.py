@@ -128,16 +128,16 @@ def _check_engine(config: RunConfig) -> None:
 def _check_kind(config: RunConfig) -> None:
     """Check that section data has only what the kind of model can use."""
     kind, data = config.model.kind, config.data
-    if kind == "gpt":
+    if config.model.is_language:
         for key in ("class_weights", "sampling"):
             if getattr(data, key) == "balanced":
                 raise ConfigError(
-                    f"data.{key} is balanced, but model.kind is gpt, which has no classes",
+                    f"data.{key} is balanced, but model.kind is {kind}, which has no classes",
                     f"leave data.{key} out: it is for the classification of tables",
                 )
         if data.importance:
             raise ConfigError(
-                f"data.importance is {data.importance}, but model.kind is gpt",
+                f"data.importance is {data.importance}, but model.kind is {kind}",
                 "leave data.importance out: it is for tables",
             )
         return

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_train.models.gpt.module import GPT
+    from hpc_train.models.llama.module import Llama
     from hpc_train.models.tabular.module import TabularMlp, TabularResnet
     from hpc_train.models.tabular.transformer import TabularTransformer
 
 _HOMES = {
     "GPT": "gpt.module",
+    "Llama": "llama.module",
     "TabularMlp": "tabular.module",
     "TabularResnet": "tabular.module",
     "TabularTransformer": "tabular.transformer",
 }
-__all__ = ["GPT", "TabularMlp", "TabularResnet", "TabularTransformer"]
+__all__ = ["GPT", "Llama", "TabularMlp", "TabularResnet", "TabularTransformer"]
 
 
 def __getattr__(name: str) -> Any:

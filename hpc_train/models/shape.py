@@ -30,6 +30,11 @@ class Division:
     virtual_stages: int = 1
     sequence_parallel: bool = False
 
+    @property
+    def cut(self) -> int:
+        """The number of parts that the tokens are cut into between layers."""
+        return self.tp if self.sequence_parallel else 1
+
 
 UNDIVIDED = Division()
 WIDE_BYTES = 4  # of a number that is not in 16 bits while products are
@@ -185,7 +190,7 @@ class Shape(ABC):
         return min(self.divided(UNDIVIDED).values()) * (self.layers + 2)
 
     @property
-    def identity(self) -> dict[str, int]:
+    def identity(self) -> dict[str, float]:
         """The sizes that tensors' shapes do not show, by their keys in the configuration."""
         return {}
 

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
+from hpc_train.models.attention import HeadNorm
 from hpc_train.models.deferred import recipes_of
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.mpi.grid import ParallelGrid
@@ -122,8 +123,12 @@ def apply(
         "embedding": connect(grid.embedding, device, purpose="embedding"),
         "model": connect(grid.model, device),
     }
-    layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
-    partial = {id(parameter) for layer in layers for parameter in layer.partial}
+    partial = {
+        id(parameter)
+        for layer in model.modules()
+        if isinstance(layer, ParallelLinear | HeadNorm)
+        for parameter in layer.partial
+    }
     summed = [p for name, p in named.items() if id(p) in partial or (cut and name not in specs)]
     known = {*summed}
     held = {shards[name].name: parameter for name, parameter in named.items()}

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from hpc_train.collectives import Collectives
 from hpc_train.collectives.regions import check_divided
 from hpc_train.errors import ConfigError, UserError
+from hpc_train.models.attention import HeadNorm
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.hooks import has_hooks
 from hpc_train.models.initial import LORA_A, LORA_B
@@ -47,7 +48,8 @@ def parallelize(
 
     - colwise, for a Linear: each rank computes its part of the outputs. A `SampleDropout` on such
       outputs needs this style, too. Each rank then draws its part of the mask. So does the
-      `MemberScale` of an ensemble.
+      `MemberScale` of an ensemble. A `HeadNorm` on such outputs needs it as well, so that the
+      gradients of its weight, which each rank has whole, are summed over the ranks.
     - rowwise, for a Linear: each rank takes its part of the inputs, which are the outputs of a
       colwise layer.
     - vocab: for an Embedding, the Linear that computes the logits, and their CrossEntropyLoss.
@@ -57,7 +59,7 @@ def parallelize(
 
     Layers with hooks, weight_norm or another parametrization have no style. What lies between a
     colwise and a rowwise layer sees this rank's part of the last dimension. It must compute each
-    element by itself, and have no parameters.
+    element by itself, and have no parameters but those of a `HeadNorm`.
 
     With `sequence_parallel` all modules between those layers see only this rank's part of the
     tokens (dimension 1). They must treat each token by itself. The gradients of their parameters
@@ -203,6 +205,8 @@ class _Sharing:
         dims = {"weight": 1, LORA_A: 1} if style == "rowwise" else dict.fromkeys(CUT_BY_ROWS, 0)
         if isinstance(layer, MemberScale):
             dims = {"weight": 1, "bias": 1}
+        if isinstance(layer, HeadNorm):
+            dims = {}
         return {
             own: self.spec(parameter, dims[own])
             for own, parameter in layer.named_parameters(recurse=False)
@@ -227,6 +231,9 @@ class _Sharing:
             return VocabParallelCrossEntropy(self.over, layer.ignore_index, reduction=how)
         if isinstance(layer, SampleDropout) and style == "colwise":
             layer.section = (-1, self.over.group.rank, self.over.group.size)
+            return layer
+        if isinstance(layer, HeadNorm) and style == "colwise":
+            layer.divided = self.over.group.size > 1
             return layer
         if isinstance(layer, MemberScale) and style == "colwise":
             layer.weight, layer.bias = self.part(layer.weight, 1), self.part(layer.bias, 1)
@@ -302,4 +309,4 @@ def _replaceable(layer: nn.Module) -> bool:
         case nn.CrossEntropyLoss():
             plain = layer.weight is None and not layer.label_smoothing
             return plain and layer.reduction in ("mean", "none")
-    return isinstance(layer, MemberScale)
+    return isinstance(layer, MemberScale | HeadNorm)

@@ -67,7 +67,7 @@ class Row:
             config.memory.recompute,
             prediction.seconds,
             samples,
-            samples * layout.shape.tokens if config.model.kind == "gpt" else None,
+            samples * layout.shape.tokens if config.model.is_language else None,
             layout.memory[0],
             prediction.bubble,
             prediction.communication,

@@ -79,7 +79,7 @@ def features_of(directory: Path) -> TableFeatures:
     Raises:
         ConfigError: the folder has no prepared table.
     """
-    # Loaded here, because it loads numpy, which the plan of a GPT does not need.
+    # Loaded here, because it loads numpy, which the plan of a language model does not need.
     from hpc_train.data.tables.table_manifest import read_table_manifest
 
     try:
@@ -101,7 +101,7 @@ def planned_shape(config: RunConfig) -> Shape:
     """
     check_one_length(config.data)
     folders = [Path(folder) for folder in config.data.folders]
-    if config.model.kind != "gpt":
+    if not config.model.is_language:
         if not folders:
             raise ConfigError(
                 "the sizes of the table are not known",
@@ -144,12 +144,12 @@ def trained_parameters(
 
 
 def block_shape(config: RunConfig) -> Shape:
-    """The shape of a model whose blocks are measured. The blocks of a GPT have no vocabulary.
+    """The shape of a model whose blocks are measured. Blocks of language models have no vocabulary.
 
     Raises:
         ConfigError: as `planned_shape`.
     """
-    if config.model.kind == "gpt":
+    if config.model.is_language:
         return shape_of(config.model, config.model.vocab or 1)
     return planned_shape(config)
 

@@ -14,7 +14,7 @@ from hpc_train.data.packing import PACKED_TOGETHER
 from hpc_train.data.shards import check_one_sample
 from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import ConfigError
-from hpc_train.models.gpt.module import counted_targets
+from hpc_train.models.language import counted_targets
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime

@@ -13,7 +13,7 @@ from hpc_train.data.manifest import Manifest
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.write import write_shard
 from hpc_train.errors import ConfigError, DataError
-from hpc_train.models.gpt.module import counted_targets
+from hpc_train.models.language import counted_targets
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.samples import open_samples, samples_of, tokens_in

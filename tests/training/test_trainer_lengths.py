@@ -8,7 +8,7 @@ import torch
 
 from hpc_train.data import Mixture
 from hpc_train.errors import ConfigError
-from hpc_train.models.gpt.module import counted_targets
+from hpc_train.models.language import counted_targets
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.task import TrainingTask

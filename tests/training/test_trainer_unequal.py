@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.models import GPT
-from hpc_train.models.gpt.module import counted_targets
+from hpc_train.models.language import counted_targets
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.task import TrainingTask

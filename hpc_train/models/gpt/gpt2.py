@@ -7,20 +7,14 @@ goes head by head.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hpc_train.errors import ConfigError, DataError
-
-logger = logging.getLogger(__name__)
-
-Converted = tuple[str, Callable[[Tensor], Tensor]]
-"""The name that a tensor gets, and a function that converts the tensor."""
+from hpc_train.errors import ConfigError
+from hpc_train.models.foreign import Converted, check_same_sizes, fitted, size_in
 
 MODULES = {
     "wte": "embedding.token",
@@ -75,13 +69,13 @@ def foreign_weights(
     """
     if about.get("model_type") != "gpt2":
         saved = about.get("shape", {})
-        _check_sizes(sizes, {key: saved[key] for key in ("heads",) if key in saved})
-        return lambda name: (name, lambda tensor: _fitted(name, tensor, sizes))
+        check_same_sizes(sizes, {key: saved[key] for key in ("heads",) if key in saved})
+        return lambda name: (name, lambda tensor: fitted(name, tensor, sizes))
     about = {name: value for name, value in about.items() if value is not None}
-    theirs = {key: _size(about, name, default) for key, (name, default) in SIZES.items()}
-    theirs["sequence"] = min(theirs["sequence"], sizes["sequence"])  # `_fitted` makes these equal
+    theirs = {key: size_in(about, name, default) for key, (name, default) in SIZES.items()}
+    theirs["sequence"] = min(theirs["sequence"], sizes["sequence"])  # `fitted` makes these equal
     theirs["vocab"] = max(theirs["vocab"], sizes["vocab"])
-    _check_sizes(sizes, theirs if whole else {"heads": theirs["heads"]})
+    check_same_sizes(sizes, theirs if whole else {"heads": theirs["heads"]})
     inner = {"n_inner": (None, 4 * theirs["hidden"])}
     for key, values in {**COMPUTED, **inner}.items():
         if about.get(key, values[0]) not in values:
@@ -90,26 +84,6 @@ def foreign_weights(
                 "give other weights in checkpoint.weights",
             )
     return lambda name: _converted(name, sizes)
-
-
-def _size(about: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A size in a `config.json`, or another value that decides which tensors there are."""
-    value = about.get(name, default)
-    if type(value) is not type(default) or value < 0:
-        kind = "true or false" if isinstance(default, bool) else "a whole number"
-        raise DataError(
-            f"{name} is {value!r} in the config.json of checkpoint.weights", f"write {kind} there"
-        )
-    return value
-
-
-def _check_sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Check that two models have the same sizes. The error names all keys to set."""
-    unlike = {f"model.{key}": value for key, value in theirs.items() if value != ours[key]}
-    if unlike:
-        have = ", ".join(f"{key} {ours[key.removeprefix('model.')]}" for key in unlike)
-        need = " ".join(f"--{key} {str(value).lower()}" for key, value in unlike.items())
-        raise ConfigError(f"checkpoint.weights are not those of a model with {have}", f"set {need}")
 
 
 def _converted(name: str, sizes: Mapping[str, Any]) -> Converted | None:
@@ -128,58 +102,32 @@ def _converted(name: str, sizes: Mapping[str, Any]) -> Converted | None:
         if module == "attn.c_attn":  # (3, H, C/H, ...) there, (H, 3, C/H, ...) here
             by_kind: Tensor = tensor.unflatten(0, (3, sizes["heads"], -1))
             return by_kind.transpose(0, 1).flatten(0, 2)
-        return _fitted(here, tensor, sizes)
+        return fitted(here, tensor, sizes)
 
     return (here if block is None else f"blocks.{block}.{here}"), convert
 
 
-def _fitted(name: str, tensor: Tensor, sizes: Mapping[str, Any]) -> Tensor:
-    """The tensor of this name in our GPT, of a GPT for longer texts or with fewer tokens."""
-    if name == "embedding.position.weight":
-        return tensor[: sizes["sequence"]]
-    if name in ("embedding.token.weight", "head.output.weight"):
-        return _more_tokens(name, tensor, sizes["vocab"])
-    return tensor
-
-
-def _more_tokens(name: str, embedding: Tensor, vocab: int) -> Tensor:
-    """Enlarge an embedding (V, C) to `vocab` rows, for instance so that ranks can share it evenly.
-
-    New tokens, which training has not seen, get the mean of the others. The exponential of a mean
-    of logits is at most the mean of their exponentials. So each new token gets a probability of at
-    most 1/V. With zeros a new token would be the likeliest one if all other logits are negative.
-    """
-    more = vocab - len(embedding)
-    if more <= 0:
-        return embedding
-    if not embedding.is_meta:
-        logger.warning(
-            "%s lacks %d tokens of the vocabulary: they start as the mean of its own", name, more
-        )
-    mean = embedding.mean(0, keepdim=True, dtype=torch.float64).to(embedding.dtype)
-    return torch.cat([embedding, mean.expand(more, -1)])
-
-
-def as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
+def as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], list[Converted]]:
     """Make a function that converts our GPT's tensors to those of a GPT-2.
 
     Args:
         sizes: the sizes of the GPT, by the names of its arguments.
 
     Returns:
-        A function that maps the name of one of our tensors to its GPT-2 name and a conversion.
+        A function that maps the name of one of our tensors to its GPT-2 name and a conversion, as
+        a list of one.
     """
     rows = rows_as_gpt2(sizes)
 
-    def converted(name: str) -> Converted:
-        theirs, of_rows = rows(name)
+    def converted(name: str) -> list[Converted]:
+        [(theirs, of_rows)] = rows(name)
         inside = re.search(r"\.(attn|mlp)\.\w+\.weight$", theirs)
-        return theirs, (lambda tensor: of_rows(tensor).t()) if inside else of_rows
+        return [(theirs, (lambda tensor: of_rows(tensor).t()) if inside else of_rows)]
 
     return converted
 
 
-def rows_as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
+def rows_as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], list[Converted]]:
     """The same as `as_gpt2`, but weights are not transposed.
 
     The rows of another tensor that belong to the rows of a weight are converted likewise, such as
@@ -187,7 +135,7 @@ def rows_as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
     """
     modules = {here: there for there, here in MODULES.items()}
 
-    def converted(name: str) -> Converted:
+    def converted(name: str) -> list[Converted]:
         path, _, kind = name.rpartition(".")
         block = re.match(r"blocks\.\d+\.", path)
         there = modules[path.removeprefix(block[0] if block else "")]
@@ -199,12 +147,12 @@ def rows_as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], Converted]:
             return by_head.transpose(0, 1).flatten(0, 2)
 
         where = block[0].replace("blocks", "transformer.h") if block else "transformer."
-        return f"{'' if there == 'lm_head' else where}{there}.{kind}", convert
+        return [(f"{'' if there == 'lm_head' else where}{there}.{kind}", convert)]
 
     return converted
 
 
-def config_json(sizes: Mapping[str, Any]) -> dict[str, Any]:
+def gpt2_config(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` of a GPT-2 with these sizes. The special tokens are left empty."""
     same = {there: sizes[here] for here, (there, _) in SIZES.items()}
     dropout = {"embd_pdrop": sizes["dropout"], "resid_pdrop": sizes["dropout"], "attn_pdrop": 0.0}

@@ -7,22 +7,20 @@ https://arxiv.org/abs/1608.05859. Shapes use B samples, T tokens, C channels, H 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.models.attention import Attention
-from hpc_train.models.dropout import SampleDropout, seeds_near
+from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.foreign import Converted
 from hpc_train.models.gpt import gpt2
-from hpc_train.models.initial import Initial, fill
+from hpc_train.models.initial import fill
+from hpc_train.models.language import LanguageModel, TokenLoss
 from hpc_train.models.linear import Linear
-
-INIT_STD = 0.02
-NOT_COUNTED = -100  # the target of a token that has none, as in torch
 
 
 class Mlp(nn.Module):
@@ -89,42 +87,7 @@ class Head(nn.Module):
         return logits
 
 
-class TokenLoss(nn.CrossEntropyLoss):
-    """The cross-entropy of each target in nats, 0 for those that do not count."""
-
-    def __init__(self) -> None:
-        super().__init__(ignore_index=NOT_COUNTED, reduction="none")
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The losses (N) of logits (N, V) and targets (N), of 32 bits or more."""
-        # autocast converts 16-bit logits on GPUs only.
-        return super().forward(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
-
-
-def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask with which a token attends to itself and to tokens before it in its document.
-
-    It has numbers to add, because torch makes them of truth values anew in each block, and keeps
-    them for the backward pass.
-
-    Args:
-        positions: int64 of shape (B, T), 0 where a document begins.
-        dtype: torch's type of the queries.
-
-    Returns:
-        0 or minus infinity, (B, 1, T, T).
-    """
-    document = (positions == 0).cumsum(1)
-    seen = (document.unsqueeze(2) == document.unsqueeze(1)).tril().unsqueeze(1)
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
-
-
-def counted_targets(batch: Sequence[Tensor]) -> int:
-    """Number of targets that count in a batch of tokens, targets and maybe positions."""
-    return int((batch[1] != NOT_COUNTED).sum())
-
-
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """A GPT language model.
 
     `stages` and `tensor_plan` say how ranks can share it (see docs/reference/parallel.md),
@@ -139,13 +102,8 @@ class GPT(nn.Module):
         dropout: probability of dropping an element, after the embedding and in each residual
             branch.
         tie_embeddings: whether the output layer shares the token embedding's weights.
-
-    The attribute `loss_over` says what the loss is the mean over: "sample" or "token", as
-    `data.loss` does. The Trainer sets it.
     """
 
-    stages = ("embedding", "blocks.*", "head")
-    memory_blocks = ("blocks.*",)
     tensor_plan: ClassVar[dict[str, str]] = {
         "embedding.token": "vocab",
         "embedding.position": "sequence",
@@ -168,46 +126,23 @@ class GPT(nn.Module):
         dropout: float = 0.0,
         tie_embeddings: bool = True,
     ) -> None:
-        super().__init__()
-        # Drawn first, because modules draw numbers only if they are filled when they are built.
-        self.initial_seed = int(torch.randint(1 << 62, (), device="cpu"))
+        super().__init__(layers, dropout)
         self.sequence = sequence
         self.sizes = {"vocab": vocab, "sequence": sequence, "layers": layers, "hidden": hidden}
         self.sizes |= {"heads": heads, "tie_embeddings": tie_embeddings}
-        self.drops = dropout > 0
         self.embedding = Embedding(vocab, sequence, hidden, dropout)
         self.blocks = nn.ModuleList(Block(hidden, heads, dropout, i) for i in range(layers))
         self.head = Head(hidden, vocab)
         self.loss = TokenLoss()
-        self.loss_over: Literal["sample", "token"] = "sample"
         if tie_embeddings:
             self.head.output.weight = self.embedding.token.weight
         fill(self)
 
-    def initial(self, name: str) -> Initial:
-        """How the parameter of this name begins."""
-        if name.endswith("bias"):
-            return Initial()
-        if ".norm" in name:
-            return Initial(mean=1.0)
-        # Layers that add to the residual stream start smaller, by the root of their number.
-        ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
-        return Initial(std=INIT_STD / math.sqrt(2 * self.sizes["layers"]) if ends else INIT_STD)
-
     def foreign_weights(
         self, about: Mapping[str, Any], *, whole: bool
-    ) -> Callable[[str], gpt2.Converted | None]:
+    ) -> Callable[[str], Converted | None]:
         """Choose how weights are converted for this model: see `gpt2.foreign_weights`."""
         return gpt2.foreign_weights(self.sizes, about, whole=whole)
-
-    def seed_samples(self, seeds: Sequence[int]) -> None:
-        """Set the seeds of dropout for the next forward pass, one for each sample."""
-        if not self.drops:
-            return  # walking through all modules takes time, and no layer would use the seeds
-        kept = seeds_near(self, seeds)
-        for module in self.modules():
-            if isinstance(module, SampleDropout):
-                module.seeds = kept
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
@@ -225,21 +160,11 @@ class GPT(nn.Module):
             Logits of shape (B, T, V), or the loss in nats per token, a scalar of 32 bits or more. A
             sample without a target that counts has a loss of 0.
         """
-        mask = None
-        if positions is not None:
-            device = positions.device.type
-            autocast = torch.is_autocast_enabled(device)
-            kind = next(self.parameters()).dtype
-            dtype = torch.get_autocast_dtype(device) if autocast else kind
-            mask = document_mask(positions, dtype)
+        mask = self.document_mask(positions)
         x = self.embedding(tokens, positions)
         for block in self.blocks:
             x = block(x, mask)
         logits: Tensor = self.head(x)
         if targets is None:
             return logits
-        losses: Tensor = self.loss(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
-        counted = targets != NOT_COUNTED
-        if self.loss_over == "token":
-            return losses.sum() / counted.sum().clamp(min=1)
-        return (losses.sum(1) / counted.sum(1).clamp(min=1)).mean()
+        return self.mean_loss(self.loss(logits.flatten(0, 1), targets.flatten()), targets)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from hpc_train.models.shape import UNDIVIDED, Division, PartCost, Shape, narrower
+from hpc_train.models.language_shape import LanguageShape
+from hpc_train.models.shape import Division, PartCost, narrower
 
 if TYPE_CHECKING:
     from hpc_train.models.gpt.module import GPT, Block
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptShape(Shape):
+class GptShape(LanguageShape):
     """The arguments of `GPT`, and what a GPT with these sizes costs.
 
     `heads` is the number of attention heads, which divide `hidden`, `vocab` the vocabulary size,
@@ -27,6 +28,7 @@ class GptShape(Shape):
     attention does not keep the matrix of T x T.
     """
 
+    NORM: ClassVar[int] = 2
     NOTE: ClassVar[str] = """\
 numbers that a rank keeps per token of a micro-batch: in a block
 hidden x (4 + 12 / tp), with dropout hidden x (6 + 12 / tp), and in the
@@ -35,29 +37,8 @@ with selective hidden x (3 + 8 / tp), and one block at a time has the
 rest. With sequence_parallel, tp divides all of it. From Korthikanti et
 al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
 
-    heads: int
-    vocab: int
-    sequence: int
-    dropout: float = 0.0
-    tie_embeddings: bool = True
-
     @property
-    def tokens(self) -> int:
-        """The largest number of tokens of a sample."""
-        return self.sequence
-
-    @property
-    def described(self) -> str:
-        """The sizes that follow from the data, in words."""
-        return f"vocabulary: {self.vocab}"
-
-    def divided(self, division: Division) -> dict[str, int]:
-        """The sizes that the ranks of a tensor group divide, by their keys in the configuration."""
-        sequence = {"sequence": self.sequence} if division.sequence_parallel else {}
-        return {"heads": self.heads, "vocab": self.vocab, **sequence}
-
-    @property
-    def identity(self) -> dict[str, int]:
+    def identity(self) -> dict[str, float]:
         """The sizes that tensors' shapes do not show, by their keys in the configuration."""
         return {"model.heads": self.heads}
 
@@ -85,16 +66,6 @@ al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
 
         return Block(self.hidden, self.heads, 0.0, 0)
 
-    def parts(self, division: Division = UNDIVIDED) -> list[PartCost]:
-        """The costs of the embedding, each block and the head, in this order."""
-        blocks = [self._block(division)] * self.layers
-        return [self._embedding(division), *blocks, self._head(division)]
-
-    @property
-    def tied(self) -> int:
-        """Elements of the matrix that the embedding and the head share; 0 if they share none."""
-        return self.vocab * self.hidden if self.tie_embeddings else 0
-
     def low_rank(self, rank: float) -> float:
         """The size of a block's matrices factored at this rank, as a share of their full size.
 
@@ -104,17 +75,9 @@ al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
         return 4 * rank / (3 * self.hidden)
 
     def _embedding(self, division: Division) -> PartCost:
-        """The cost of the tables of tokens and positions. Activations are the dropout's mask."""
-        T, C = self.sequence, self.hidden
-        return PartCost(
-            parameters=self.vocab * C // division.tp + T * C,
-            weights=0.0,
-            flops=0.0,
-            activations=T * C * self._masks / _cut(division),
-            wide=T * C * self._masks / _cut(division),
-            sums=(0.5, 0.5) if division.sequence_parallel else (1.0, 0.0),
-            overhead=0.5,
-        )
+        """The cost of the tables of tokens and positions."""
+        tokens = super()._embedding(division)
+        return replace(tokens, parameters=tokens.parameters + self.sequence * self.hidden)
 
     def _block(self, division: Division) -> PartCost:
         """The cost of four products with 12 C^2 weights in all, and of causal attention.
@@ -132,41 +95,13 @@ al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
             parameters=(12 * C * C + 7 * C) // tp + 6 * C,
             weights=weights,
             flops=2 * T * weights + 2.0 * T * T * C,
-            activations=T * C * ((4 + 2 * self._masks) / _cut(division) + 12 / tp),
-            wide=2 * T * C / _cut(division),
+            activations=T * C * ((4 + 2 * self._masks) / division.cut + 12 / tp),
+            wide=2 * T * C / division.cut,
             sums=(2.0, 3.0) if division.sequence_parallel else (2.0, 2.0),
             overhead=1.0,
             recomputed={
-                "selective": T * C * (3 / _cut(division) + 8 / tp),
-                "full": T * C / _cut(division),
+                "selective": T * C * (3 / division.cut + 8 / tp),
+                "full": T * C / division.cut,
             },
-            gradients=T * C * (1 / _cut(division) + 4 / tp),
+            gradients=T * C * (1 / division.cut + 4 / tp),
         )
-
-    def _head(self, division: Division) -> PartCost:
-        """The cost of a norm and of the product with the output matrix.
-
-        A tied output matrix is stored twice if head and embedding are on different ranks.
-        Activations are the inputs of norm and product, and the logarithms of the softmax.
-        """
-        T, C, V = self.sequence, self.hidden, self.vocab
-        stored = 0 if self.tie_embeddings and division.pp == 1 else V * C // division.tp
-        return PartCost(
-            parameters=2 * C + stored,
-            weights=float(V * C),
-            flops=2 * T * float(V * C),
-            activations=T * (2 * C / _cut(division) + V / division.tp),
-            wide=T * (C / _cut(division) + V / division.tp),
-            sums=(0.5, 1.0) if division.sequence_parallel else (0.0, 1.0),
-            overhead=0.5,
-        )
-
-    @property
-    def _masks(self) -> int:
-        """1 if dropout has masks to keep, else 0."""
-        return int(self.dropout > 0)
-
-
-def _cut(division: Division) -> int:
-    """The number of parts that the tokens are cut into between layers."""
-    return division.tp if division.sequence_parallel else 1

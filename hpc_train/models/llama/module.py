@@ -1,0 +1,315 @@
+"""Llama and its relatives: language models with RMS norms, rotary positions, and gated MLPs.
+
+The architecture is from Touvron et al., "LLaMA: open and efficient foundation language models",
+https://arxiv.org/abs/2302.13971. Heads that share keys and values are from Ainslie et al., "GQA:
+training generalized multi-query transformer models", https://arxiv.org/abs/2305.13245, and the
+gated MLP from Shazeer, "GLU variants improve transformer", https://arxiv.org/abs/2002.05202.
+Qwen2 has biases at queries, keys and values besides, and Qwen3 norms of each head's queries and
+keys. Shapes use B samples, T tokens, C channels, H heads of D channels, K heads of keys and values,
+F channels inside the MLP, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hpc_train.models.attention import HeadNorm
+from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.foreign import Converted
+from hpc_train.models.initial import fill
+from hpc_train.models.kept import kept_with_its_graph
+from hpc_train.models.language import LanguageModel, TokenLoss
+from hpc_train.models.linear import Linear
+from hpc_train.models.llama import hugging_face
+from hpc_train.models.llama.rotary import Rotary, rotated
+
+
+class _SwiGluFunction(torch.autograd.Function):
+    """silu(gate) * up. It keeps its two inputs only, where torch's functions keep silu(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        share = torch.sigmoid(gate)
+        open_gate = share * gate
+        slope = torch.addcmul(share, open_gate, 1 - share)  # the derivative of silu
+        return slope.mul_(up).mul_(dy), open_gate.mul_(dy)
+
+
+class SwiGlu(nn.Module):
+    """The position-wise layers: a product of two linear layers, one of them with a SiLU.
+
+    One matrix has the rows of both layers. They lie in `groups` groups, each with its rows of the
+    gate in front. So a tensor-parallel rank's consecutive rows belong together.
+
+    Args:
+        hidden: channels C.
+        width: channels F between the layers.
+        groups: number of groups, which divides F.
+    """
+
+    def __init__(self, hidden: int, width: int, groups: int) -> None:
+        super().__init__()
+        self.group_width = width // groups
+        self.gate_up = Linear(hidden, 2 * width, bias=False)
+        self.down = Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform x of shape (B, T, C); returns the same shape."""
+        gate, up = self.gate_up(x).unflatten(-1, (-1, 2, self.group_width)).unbind(-2)
+        transformed: Tensor = self.down(_SwiGluFunction.apply(gate, up).flatten(-2))
+        return transformed
+
+
+class GroupedAttention(nn.Module):
+    """Causal self-attention in which several heads share their keys and values.
+
+    Args:
+        hidden: channels C.
+        heads: number of heads H.
+        kv_heads: number of heads K of keys and values, which divides H.
+        rotary: the rotations of queries and keys.
+        qkv_bias: whether the products for queries, keys and values have a bias.
+        norm_eps: the epsilon of norms of queries and keys; None for no such norms.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        rotary: Rotary,
+        *,
+        qkv_bias: bool,
+        norm_eps: float | None,
+    ) -> None:
+        super().__init__()
+        width = rotary.width
+        self.rotary, self.group, self.head_width = rotary, heads // kv_heads, width
+        self.qkv = Linear(hidden, (heads + 2 * kv_heads) * width, bias=qkv_bias)
+        self.query_norm = HeadNorm(width, norm_eps) if norm_eps is not None else nn.Identity()
+        self.key_norm = HeadNorm(width, norm_eps) if norm_eps is not None else nn.Identity()
+        self.out = Linear(heads * width, hidden, bias=False)
+
+    def forward(self, x: Tensor, table: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Attend within x of shape (B, T, C); returns the same shape.
+
+        Args:
+            x: the activations.
+            table: `Rotary.table` of the tokens' positions; by default they are 0 to T - 1.
+            mask: what is added to the logarithms of weights, (B, 1, T, T). It takes the place of
+                the causal mask.
+        """
+        # Rows are ordered by the heads of keys and values, each behind its heads of queries, so
+        # that a rank's consecutive rows are whole groups.
+        qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_width))  # (B, T, K, ., D)
+        query, key, value = qkv.split([self.group, 1, 1], dim=3)
+        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
+        if table is None:
+            positions = torch.arange(qkv.shape[1], device=x.device).unsqueeze(0)
+            table = self.rotary.table(positions, self.qkv.weight.dtype)
+        query = rotated(self.query_norm(query), table)
+        key = rotated(self.key_norm(key), table)
+        value = value.contiguous()  # the other numbers of `qkv` need not be kept for its sake
+        how: dict[str, Any] = {"is_causal": True} if mask is None else {"attn_mask": mask}
+        if self.group > 1:
+            how["enable_gqa"] = True
+        attend = F.scaled_dot_product_attention
+        y = kept_with_its_graph(attend, query, key, value, **how)
+        joined: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return joined
+
+
+class LlamaBlock(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream.
+
+    Args:
+        hidden: channels C.
+        attention: the attention.
+        mlp: the MLP.
+        norm_eps: the epsilon of the norms.
+        dropout: probability of dropping an element of what is added.
+        index: the number of the block, from 0.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        attention: GroupedAttention,
+        mlp: SwiGlu,
+        *,
+        norm_eps: float,
+        dropout: float,
+        index: int,
+    ) -> None:
+        super().__init__()
+        self.norm_attention = nn.RMSNorm(hidden, norm_eps)
+        self.attention = attention
+        self.dropout_attention = SampleDropout(dropout, 2 * index + 1)
+        self.norm_mlp = nn.RMSNorm(hidden, norm_eps)
+        self.mlp = mlp
+        self.dropout_mlp = SampleDropout(dropout, 2 * index + 2)
+
+    def forward(self, x: Tensor, table: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Transform x of shape (B, T, C); returns the same shape. See `GroupedAttention`."""
+        x = x + self.dropout_attention(self.attention(self.norm_attention(x), table, mask))
+        added: Tensor = self.dropout_mlp(self.mlp(self.norm_mlp(x)))
+        return x + added
+
+
+class LlamaEmbedding(nn.Module):
+    """The embedding of tokens."""
+
+    def __init__(self, vocab: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, hidden)
+        self.dropout = SampleDropout(dropout, 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed int64 tokens of shape (B, T) in (B, T, C)."""
+        embedded: Tensor = self.dropout(self.token(tokens))
+        return embedded
+
+
+class LlamaHead(nn.Module):
+    """The last norm, and the product with the output embedding."""
+
+    def __init__(self, hidden: int, vocab: int, norm_eps: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden, norm_eps)
+        self.output = Linear(hidden, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn x of shape (B, T, C) into logits of shape (B, T, V)."""
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
+class Llama(LanguageModel):
+    """A language model of the kinds llama, mistral, qwen2 and qwen3.
+
+    `stages` and `tensor_plan` say how ranks can share it (see docs/reference/parallel.md),
+    `memory_blocks` which modules can be recomputed (docs/how-to/memory.md).
+
+    Args:
+        vocab: vocabulary size V.
+        sequence: largest number of tokens T that it is trained on.
+        layers: number of blocks.
+        hidden: channels C of the residual stream.
+        heads: attention heads H.
+        kv_heads: heads K of keys and values; they divide `heads`.
+        head_width: channels D of a head, an even number.
+        mlp_width: channels F inside each MLP.
+        dropout: probability of dropping an element, after the embedding and in each residual
+            branch.
+        tie_embeddings: whether the output layer shares the token embedding's weights.
+        rope_theta: the base of the rotations (`Rotary`).
+        rope_factor: how much slower the slowest rotations are, as in Llama 3.1; 1 changes none.
+        norm_eps: what norms add to the mean square.
+        kind: `model.kind`. qwen2 has biases at queries, keys and values, qwen3 norms of queries
+            and keys.
+    """
+
+    _plan: ClassVar[dict[str, str]] = {
+        "embedding.token": "vocab",
+        "blocks.*.attention.qkv": "colwise",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.mlp.gate_up": "colwise",
+        "blocks.*.mlp.down": "rowwise",
+        "head.output": "vocab",
+        "loss": "vocab",
+    }
+
+    def __init__(self, *, kind: str, **sizes: Any) -> None:
+        super().__init__(sizes["layers"], sizes["dropout"])
+        self.kind, self.sizes, self.sequence = kind, sizes, sizes["sequence"]
+        vocab, hidden, eps = sizes["vocab"], sizes["hidden"], sizes["norm_eps"]
+        self.rotary = _rotary_of(sizes)
+        self.embedding = LlamaEmbedding(vocab, hidden, sizes["dropout"])
+        self.blocks = nn.ModuleList(
+            _block_of(kind, sizes, self.rotary, index) for index in range(sizes["layers"])
+        )
+        self.head = LlamaHead(hidden, vocab, eps)
+        self.loss = TokenLoss()
+        norms = ("query_norm", "key_norm") if kind == "qwen3" else ()
+        self.tensor_plan = self._plan | dict.fromkeys(
+            (f"blocks.*.attention.{norm}" for norm in norms), "colwise"
+        )
+        if sizes["tie_embeddings"]:
+            self.head.output.weight = self.embedding.token.weight
+        fill(self)
+
+    def foreign_weights(
+        self, about: Mapping[str, Any], *, whole: bool
+    ) -> Callable[[str], Converted | None]:
+        """Choose how weights are converted for this model: see `hugging_face.llama_weights`."""
+        return hugging_face.llama_weights(self.kind, self.sizes, about, whole=whole)
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Compute logits, or with targets the mean cross-entropy.
+
+        Args:
+            tokens: int64 of shape (B, T).
+            targets: int64 of shape (B, T), the token that follows each one. Those that are -100 do
+                not count.
+            positions: int64 of shape (B, T), the place of each token in its document, from 0. A
+                token attends to its own document only. By default a sample is one document.
+
+        Returns:
+            Logits of shape (B, T, V), or the loss in nats per token, a scalar of 32 bits or more. A
+            sample without a target that counts has a loss of 0.
+        """
+        mask, places = self.document_mask(positions), positions
+        if places is None:
+            places = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        table = self.rotary.table(places, next(self.parameters()).dtype)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, table, mask)
+        logits: Tensor = self.head(x)
+        if targets is None:
+            return logits
+        return self.mean_loss(self.loss(logits.flatten(0, 1), targets.flatten()), targets)
+
+
+def lone_block(kind: str, sizes: Mapping[str, Any]) -> LlamaBlock:
+    """A block without dropout, outside of a model.
+
+    Args:
+        kind: `model.kind`.
+        sizes: the sizes of the model, by the names of its arguments.
+    """
+    return _block_of(kind, {**sizes, "dropout": 0.0}, _rotary_of(sizes), 0)
+
+
+def _rotary_of(sizes: Mapping[str, Any]) -> Rotary:
+    return Rotary(sizes["head_width"], sizes["rope_theta"], sizes["rope_factor"])
+
+
+def _block_of(kind: str, sizes: Mapping[str, Any], rotary: Rotary, index: int) -> LlamaBlock:
+    hidden, kv_heads, eps = sizes["hidden"], sizes["kv_heads"], sizes["norm_eps"]
+    attention = GroupedAttention(
+        hidden,
+        sizes["heads"],
+        kv_heads,
+        rotary,
+        qkv_bias=kind == "qwen2",
+        norm_eps=eps if kind == "qwen3" else None,
+    )
+    mlp = SwiGlu(hidden, sizes["mlp_width"], math.gcd(sizes["mlp_width"], kv_heads))
+    return LlamaBlock(hidden, attention, mlp, norm_eps=eps, dropout=sizes["dropout"], index=index)

@@ -1,0 +1,65 @@
+"""Rotary position embeddings: queries and keys are rotated by angles that grow with the position.
+
+The method is from Su et al., "RoFormer: enhanced transformer with rotary position embedding",
+https://arxiv.org/abs/2104.09864. The slower rotations for longer texts are those of Llama 3.1:
+Grattafiori et al., "The Llama 3 herd of models", https://arxiv.org/abs/2407.21783. Channels are
+paired as Hugging Face's models pair them: the first half of a head with its second half.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# What Llama 3.1 to 3.3 have in `rope_scaling`, all alike.
+LOW_FREQUENCY, HIGH_FREQUENCY, ORIGINAL_LENGTH = 1.0, 4.0, 8192
+
+
+class Rotary:
+    """The rotations of a head's channels.
+
+    Args:
+        width: channels D of a head, an even number.
+        theta: the base of the angles: pair i turns by theta^(-2i / D) per token.
+        factor: how much slower the slowest pairs turn, as in Llama 3.1. 1 changes none.
+    """
+
+    def __init__(self, width: int, theta: float, factor: float = 1.0) -> None:
+        self.width, self.theta, self.factor = width, theta, factor
+
+    def angles(self, device: torch.device) -> Tensor:
+        """The angle of each pair per token, float64 (D / 2)."""
+        # float64 on the host: some devices have none, and the others would round otherwise.
+        angles = self.theta ** -(torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
+        if self.factor != 1:
+            # Pairs that turn fewer times than LOW_FREQUENCY over the original length become slower
+            # by the factor, those above HIGH_FREQUENCY stay, and between them it is a blend.
+            turns = ORIGINAL_LENGTH * angles / (2 * math.pi)
+            share = (turns - LOW_FREQUENCY) / (HIGH_FREQUENCY - LOW_FREQUENCY)
+            share = share.clamp(0, 1)
+            angles = (1 - share) * angles / self.factor + share * angles
+        return angles.to(device)
+
+    def table(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cosines and sines of all pairs at some positions.
+
+        Args:
+            positions: int64 of shape (B, T).
+            dtype: type of the model's parameters. The table has it, or 32 bits if it has fewer.
+
+        Returns:
+            A tensor (2, B, 1, T, D / 2), which is given to `rotated`.
+        """
+        wide = torch.promote_types(dtype, torch.float32)
+        turned = positions.unsqueeze(-1).to(wide) * self.angles(positions.device).to(wide)
+        return torch.stack([turned.cos(), turned.sin()]).unsqueeze(2)
+
+
+def rotated(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate queries or keys of shape (B, H, T, D) by a `Rotary.table`; they keep their type."""
+    cos, sin = table
+    first, second = x.chunk(2, -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.to(x.dtype)
