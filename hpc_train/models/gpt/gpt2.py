@@ -75,7 +75,15 @@ def foreign_weights(
     """
     if about.get("model_type") != "gpt2":
         saved = about.get("shape", {})
-        _check_sizes(sizes, {key: saved[key] for key in ("heads",) if key in saved})
+        # Tensors show the other sizes. An output layer of its own would silently be left out.
+        keys = ("heads", "tie_embeddings") if whole else ("heads",)
+        _check_sizes(sizes, {key: saved[key] for key in keys if key in saved})
+        if whole and saved.get("layers", 0) > sizes["layers"]:
+            logger.warning(
+                "the weights have %d layers, of which this model takes the first %d",
+                saved["layers"],
+                sizes["layers"],
+            )
         return lambda name: (name, lambda tensor: _fitted(name, tensor, sizes))
     about = {name: value for name, value in about.items() if value is not None}
     theirs = {key: _size(about, name, default) for key, (name, default) in SIZES.items()}
