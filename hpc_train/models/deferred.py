@@ -37,7 +37,8 @@ EMPTY = {
 }  # fmt: skip
 # What neither reads nor writes a tensor's elements; __get__ and __set__ are those of properties.
 HARMLESS = {
-    "__get__", "__set__", "__len__", "__hash__", "_make_subclass", "as_strided", "chunk",
+    "__get__", "__set__", "__len__", "__hash__", "_has_compatible_shallow_copy_type",
+    "_make_subclass", "as_strided", "chunk",
     "detach", "diagonal", "dim", "element_size", "expand", "expand_as", "get_device",
     "is_complex", "is_contiguous", "is_floating_point", "is_pinned", "is_same_size", "movedim",
     "narrow", "ndimension", "nelement", "numel", "permute", "register_hook", "requires_grad_",
@@ -308,7 +309,7 @@ class Deferring(TorchFunctionMode):
         if not whole:
             return ""
         name, parameter = max(whole, key=lambda one: one[1].nbytes)
-        at, made = parameter.untyped_storage().data_ptr(), "they were made with their values"
+        at, made = parameter.untyped_storage().data_ptr(), "they were not made with `torch.empty`"
         nbytes = sum(p.nbytes for _, p in whole)
         return (
             f"every rank built {size_text(nbytes)} of parameters whole, because "

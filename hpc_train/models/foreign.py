@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,74 @@ logger = logging.getLogger(__name__)
 
 Converted = tuple[str, Callable[[Tensor], Tensor]]
 """The name that a tensor gets, and a function that converts the tensor."""
+
+
+MODEL_TYPES = {
+    "gpt": "gpt2",
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+"""Hugging Face's `model_type` of each `model.kind` of language models."""
+
+
+def check_model_type(kind: str, about: Mapping[str, Any]) -> None:
+    """Check that a `config.json` is not that of another kind of model.
+
+    Args:
+        kind: `model.kind`.
+        about: the content of the `config.json`, or something else.
+
+    Raises:
+        ConfigError: it is.
+    """
+    for other, theirs in MODEL_TYPES.items():
+        if other != kind and about.get("model_type") == theirs:
+            raise _other_kind(theirs, kind, other)
+
+
+def _other_kind(theirs: str, kind: str, other: str) -> ConfigError:
+    return ConfigError(
+        f"checkpoint.weights are those of a {theirs}, but model.kind is {kind}",
+        f"set --model.kind {other}",
+    )
+
+
+def own_weights(
+    kind: str,
+    keys: Sequence[str],
+    sizes: Mapping[str, Any],
+    about: Mapping[str, Any],
+    *,
+    whole: bool,
+) -> Callable[[str], Converted]:
+    """Choose how weights of our own are converted for a language model of other sizes.
+
+    Args:
+        kind: `model.kind`.
+        keys: the sizes that the shapes of tensors do not show.
+        sizes: the sizes of the model, by the names of its arguments.
+        about: `about` of a checkpoint, or anything for weights with our names.
+        whole: whether all of the model's tensors are read from there, or only some.
+
+    Raises:
+        ConfigError: the weights are of another kind of model, or of one with other sizes.
+    """
+    saved = about.get("shape", {})
+    theirs = about.get("kind", kind)
+    if theirs != kind and theirs in MODEL_TYPES:
+        raise _other_kind(theirs, kind, theirs)
+    # Tensors show the other sizes. An output layer of its own would silently be left out.
+    keys = [*keys, "tie_embeddings"] if whole else keys
+    check_same_sizes(sizes, {key: saved[key] for key in keys if key in saved})
+    if whole and saved.get("layers", 0) > sizes["layers"]:
+        logger.warning(
+            "the weights have %d layers, of which this model takes the first %d",
+            saved["layers"],
+            sizes["layers"],
+        )
+    return lambda name: (name, lambda tensor: fitted(name, tensor, sizes))
 
 
 def size_in(about: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -89,7 +90,8 @@ def generate(
 
     Args:
         checkpoint: see `load_gpt`.
-        prompt: text of at least one token.
+        prompt: text of at least one token. An empty line may have none: then the text begins where
+            texts of the training began.
         tokens: number of tokens to write.
         temperature: divides the logits; 0 always takes the likeliest token.
         seed: seed of the random choice.
@@ -98,7 +100,8 @@ def generate(
         The prompt, then each further piece of text.
 
     Raises:
-        ConfigError: the prompt is empty, or the temperature or the seed is out of range.
+        ConfigError: the prompt has no token, or the temperature or the seed is out of range.
+        UserError: the model computes numbers that are not finite.
         HpcTrainError: as `load_gpt`.
     """
     if not 0 <= temperature < math.inf:
@@ -109,15 +112,18 @@ def generate(
     model, shape, codec = load_gpt(checkpoint)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    written = list(codec.encode(prompt.encode()))
-    if not written:
-        raise ConfigError("--prompt is empty", "give at least one character")
-    shown = prompt
+    written = _tokens_of(prompt, codec)
+    shown = codec.decode(written)  # which may differ from the prompt, for instance in blanks
     yield prompt
     for _ in range(tokens):
         context = torch.tensor([written[-shape.sequence :]], device=device)
         with torch.no_grad():
             logits = model(context)[0, -1, : codec.vocab]  # model.vocab may be larger
+        if not logits.isfinite().all():
+            raise UserError(
+                f"the model of {checkpoint} computes numbers that are not finite",
+                "give an older checkpoint; `hpc-train checkpoint list RUN` lists them",
+            )
         if temperature < 1e-6:
             chosen = int(logits.argmax())
         else:
@@ -127,5 +133,18 @@ def generate(
         # The last token may end inside a character, so only complete characters are shown.
         text = codec.decode(written)
         if not text.endswith("\ufffd"):
-            yield text[len(shown) :]
+            # A new token may change the text before it: "don '" becomes "don't".
+            same = os.path.commonprefix([shown, text])  # noqa: RUF071  # by characters is right
+            yield text[len(same) :]
             shown = text
+
+
+def _tokens_of(prompt: str, codec: tokenizer.Tokenizer) -> list[int]:
+    """The tokens of a prompt, at least one."""
+    if tokens := list(codec.encode(prompt.encode())):
+        return tokens
+    if prompt == "\n" and codec.separator is not None:
+        return [codec.separator]
+    if not prompt:
+        raise ConfigError("--prompt is empty", "give at least one character")
+    raise ConfigError(f"the tokenizer makes no token of --prompt {prompt!r}", "give other text")

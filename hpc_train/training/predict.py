@@ -31,7 +31,12 @@ from hpc_train.data.tables.stages import finish_portion, portion_of_row
 from hpc_train.data.tables.table_files import RawRows, TablePortion, WrongPolicy, told_names
 from hpc_train.data.tables.table_request import TableOptions, TableRequest, table_request
 from hpc_train.errors import ConfigError, DataError, some_of
-from hpc_train.training.predicted_rows import PREDICTION_SUFFIXES, PredictionColumns
+from hpc_train.training.predicted_rows import (
+    PREDICTION_SUFFIXES,
+    PredictionColumns,
+    check_scores,
+    partial_of,
+)
 from hpc_train.training.table_losses import TableLoss, rows_not_finite
 from hpc_train.training.trained import TrainedModel
 
@@ -65,8 +70,7 @@ class PredictOptions:
 
         Raises:
             ConfigError: a value is not allowed, or two of them exclude each other.
-            DataError: there is a folder at the place of the result, or the file of the scores
-                exists.
+            DataError: there is a folder at the place of the result.
         """
         if self.out.suffix not in PREDICTION_SUFFIXES:
             raise ConfigError(
@@ -80,10 +84,6 @@ class PredictOptions:
             raise ConfigError("--scores and --no_scores are both given", "give one of them")
         if self.scores.resolve() == self.out.resolve():
             raise ConfigError(f"--out and --scores are both {self.out}", "give two files")
-        if self.scores.exists():
-            raise DataError(
-                f"{self.scores} exists already", "give another --scores, or delete it first"
-            )
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def plan_predictions(trained: TrainedModel, options: PredictOptions) -> Predicti
     Raises:
         ConfigError: options do not fit the table or each other.
         DataError: a path is no table, a column is missing, or there is something at the place of
-            the result.
+            the result or of the scores.
         SetupError: a library is missing.
     """
     options.check()
@@ -141,7 +141,10 @@ def plan_predictions(trained: TrainedModel, options: PredictOptions) -> Predicti
     given = TableOptions(wrong=options.wrong, quoted_newlines=options.quoted_newlines)
     request = table_request(options.paths, options.out, schema, given)
     tree = [request.key, options.batch, options.columns, trained.about, trained.hashes.hex()]
-    return PredictionPlan(request, columns, key_of_tree(tree))
+    plan = PredictionPlan(request, columns, key_of_tree(tree))
+    if options.scores is not None:
+        check_scores(options.scores, partial_of(request.target) / plan.key)
+    return plan
 
 
 def features_read_by(trained: TrainedModel) -> TableFeatures:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,14 @@ from hpc_train.data.tables.schema import ColumnKind
 from hpc_train.data.tables.stages import stage_entries
 from hpc_train.data.tables.table_request import TableRequest
 from hpc_train.data.tables.targets import encode_target
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, DataError
 from hpc_train.monitoring.scores import level_name
 from hpc_train.mpi.group import Group
 from hpc_train.training.table_losses import TableLoss, warn_of_not_finite
 
 GROUP_ROWS = 1 << 16  # the least rows of a row group, but the last one
 ROW = "row"
+SCORES = "scores.json"  # of the partial folder
 PREDICTION_SUFFIXES = (".parquet", ".csv")
 
 
@@ -171,6 +172,30 @@ def _texts(codes: np.ndarray, texts: Sequence[str]) -> Any:
     return pa.DictionaryArray.from_arrays(places, pa.array(texts, pa.string())).cast(pa.string())
 
 
+def partial_of(target: Path) -> Path:
+    """The partial folder of a result."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def check_scores(scores: Path, folder: Path) -> None:
+    """Make sure that the file of the scores is still to be made.
+
+    Args:
+        scores: the file.
+        folder: what is made of the result so far. If that was killed when only the result was still
+            to get its name, the file has the scores from there.
+
+    Raises:
+        DataError: there is something else at its place.
+    """
+    if not scores.exists():
+        return
+    with suppress(OSError):
+        if (folder / SCORES).read_bytes() == scores.read_bytes():
+            return
+    raise DataError(f"{scores} exists already", "give another --scores, or delete it first")
+
+
 def put_together(
     preparation: Preparation[TableRequest],
     columns: PredictionColumns,
@@ -207,15 +232,16 @@ def put_together(
             found = {"scored_rows": scored.rows, **scored.scores()} if columns.scored else None
         totals = {key: sum(one[key] for one in entries) for key in ("rows", "wrong", "unknown")}
         made = PredictionSummary(**totals, scores=found)
-        if scores is not None:
-            with writing_to(scores):
-                scores.parent.mkdir(parents=True, exist_ok=True)
-                files.write_text(scores, json.dumps(made.scores, indent=2) + "\n")
         files.sync(result)
         check_target(target)
+        if scores is not None:
+            told = json.dumps(made.scores, indent=2) + "\n"
+            files.write_text(preparation.folder.parent / SCORES, told)
+            with writing_to(scores):
+                scores.parent.mkdir(parents=True, exist_ok=True)
+                files.write_text(scores, told)
         files.rename(result, target)
-        root = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(partial_of(target), ignore_errors=True)
     warn_of_not_finite(sum(one["not_finite"] for one in entries))
     return made
 

@@ -169,6 +169,20 @@ def test_a_checkpoint_tells_the_number_of_heads(tmp_path):
         start(path, gpt(1, heads=2))
 
 
+def test_a_trained_output_layer_is_not_left_out(tmp_path):
+    about = {"shape": SIZES | {"tie_embeddings": False}}
+    path = checkpoint_of(gpt(0, tie_embeddings=False), tmp_path, about)
+    with pytest.raises(ConfigError, match="_embeddings True: set --model.tie_embeddings false"):
+        start(path, gpt(1))
+    start(path, gpt(1), include=["blocks.*"])
+
+
+def test_layers_that_a_model_leaves_out_are_told(tmp_path, caplog):
+    path = checkpoint_of(gpt(0), tmp_path, {"shape": SIZES})
+    assert_same(start(path, gpt(1, layers=2)), tensors(gpt(0)))
+    assert "the weights have 3 layers, of which this model takes the first 2" in caplog.text
+
+
 def test_the_folder_of_a_loops_checkpoints_has_weights(tmp_path):
     path = checkpoint_of(gpt(0), tmp_path)
     start(path.parent, model := gpt(1))

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from hpc_train import files
 from hpc_train.checkpoint.catalogue import newest
 from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.fileformat import LocalTensor
@@ -307,6 +308,30 @@ def test_predictions_that_were_stopped_continue(trained, tmp_path, monkeypatch):
     predicted(trained, [tmp_path / "in"], tmp_path / "p.parquet")
     assert (tmp_path / "p.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_kill_before_the_result_has_its_name_leaves_scores_that_are_taken(
+    trained, tmp_path, monkeypatch
+):
+    source = write_csv(tmp_path / "t.csv", made_columns(40))
+    out, scores = tmp_path / "p.csv", tmp_path / "s.json"
+    rename = files.rename
+
+    def ends(one, other):
+        if other == out:
+            raise KeyboardInterrupt
+        rename(one, other)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("hpc_train.files.rename", ends)
+        predicted(trained, [source], out, scores=scores)
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(DataError, match="mine exists already: give another --scores"):
+        predicted(trained, [source], out, scores=tmp_path / "mine")
+    assert (scores.exists(), out.exists()) == (True, False)
+    made = predicted(trained, [source], out, scores=scores)
+    assert json.loads(scores.read_text()) == made.scores
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["mine", "p.csv", "s.json", "t.csv"]
 
 
 def test_mistakes_end_with_one_line(trained, tmp_path):

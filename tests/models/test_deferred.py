@@ -166,14 +166,34 @@ def test_what_is_read_gets_its_values_at_once_and_is_named():
     assert torch.equal(again.made, model.made)
 
 
-def test_a_parameter_that_is_never_filled_is_named():
-    class Forgotten(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3))
+class Forgotten(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
 
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        Forgotten,
+        lambda: nn.utils.skip_init(nn.Linear, 3, 3, bias=False),
+        lambda: nn.Linear(3, 3, bias=False).to_empty(device="cpu"),
+    ],
+)
+def test_a_parameter_that_is_never_filled_is_named(build):
     with pytest.raises(UserError, match="parameter weight of the model is never given values"):
-        built(Forgotten)
+        built(build)
+
+
+def test_a_layer_that_is_filled_after_its_making_is_filled_later():
+    def build():
+        layer = nn.utils.skip_init(nn.Linear, 3, 3, bias=False)
+        nn.init.constant_(layer.weight, 4.0)
+        return layer
+
+    model, told = built(build)
+    assert told == ""
+    assert torch.equal(values(model).weight, torch.full((3, 3), 4.0))
 
 
 class Blank(nn.Module):

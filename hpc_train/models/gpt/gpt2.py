@@ -14,7 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from hpc_train.errors import ConfigError
-from hpc_train.models.foreign import Converted, check_same_sizes, fitted, size_in
+from hpc_train.models.foreign import (
+    Converted,
+    check_model_type,
+    check_same_sizes,
+    fitted,
+    own_weights,
+    size_in,
+)
 
 MODULES = {
     "wte": "embedding.token",
@@ -67,10 +74,9 @@ def foreign_weights(
         ConfigError: the weights are of a GPT with other sizes, or of one that computes otherwise.
         DataError: a size in a `config.json` is no number.
     """
+    check_model_type("gpt", about)
     if about.get("model_type") != "gpt2":
-        saved = about.get("shape", {})
-        check_same_sizes(sizes, {key: saved[key] for key in ("heads",) if key in saved})
-        return lambda name: (name, lambda tensor: fitted(name, tensor, sizes))
+        return own_weights("gpt", ("heads",), sizes, about, whole=whole)
     about = {name: value for name, value in about.items() if value is not None}
     theirs = {key: size_in(about, name, default) for key, (name, default) in SIZES.items()}
     theirs["sequence"] = min(theirs["sequence"], sizes["sequence"])  # `fitted` makes these equal

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from hpc_train.errors import ConfigError
-from hpc_train.models.foreign import Converted, check_same_sizes, fitted, size_in
+from hpc_train.models.foreign import (
+    Converted,
+    check_model_type,
+    check_same_sizes,
+    fitted,
+    own_weights,
+    size_in,
+)
 from hpc_train.models.llama.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 
 logger = logging.getLogger(__name__)
@@ -139,14 +146,10 @@ def llama_weights(
         ConfigError: the weights are of a model with other sizes, or of one that computes otherwise.
         DataError: a size in a `config.json` is no number.
     """
-    if "model_type" not in about:
-        saved = about.get("shape", {})
-        keys = [*PARTLY, "mlp_width"]
-        keys += ["layers", "tie_embeddings", "norm_eps"] if whole else []
-        check_same_sizes(sizes, {key: saved[key] for key in keys if key in saved})
-        return lambda name: (name, lambda tensor: fitted(name, tensor, sizes))
+    check_model_type(kind, about)
+    if about.get("model_type") != kind:
+        return own_weights(kind, [*PARTLY, "norm_eps"], sizes, about, whole=whole)
     about = {name: value for name, value in about.items() if value is not None}
-    _check_kind(kind, about)
     theirs = {key: size_in(about, name, default) for key, (name, default) in LLAMA_SIZES.items()}
     theirs["kv_heads"] = size_in(about, "num_key_value_heads", theirs["heads"])
     width = theirs["hidden"] // max(1, theirs["heads"])
@@ -164,16 +167,6 @@ def llama_weights(
 def _computes_otherwise(what: str) -> ConfigError:
     return ConfigError(
         f"checkpoint.weights are of a model whose {what}", "give other weights there"
-    )
-
-
-def _check_kind(kind: str, about: Mapping[str, Any]) -> None:
-    theirs = about["model_type"]
-    if theirs == kind:
-        return
-    raise ConfigError(
-        f"checkpoint.weights are those of a {theirs}, but model.kind is {kind}",
-        f"set --model.kind {theirs}" if theirs in ARCHITECTURES else "give other weights there",
     )
 
 
