@@ -1,7 +1,4 @@
-"""Multi-head self-attention, and a norm of heads.
-
-Shapes use B samples, T tokens, C channels, H heads.
-"""
+"""Multi-head self-attention. Shapes use B samples, T tokens, C channels, H heads."""
 
 from __future__ import annotations
 
@@ -46,20 +43,3 @@ class Attention(nn.Module):
         y = kept_with_its_graph(attend, query, key, value, **how)
         joined: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return joined
-
-
-class HeadNorm(nn.RMSNorm):
-    """An RMS norm of the channels of each attention head, whose weight all heads share.
-
-    It is from Zhang and Sennrich, "Root mean square layer normalization",
-    https://arxiv.org/abs/1910.07467. Tensor-parallel ranks have some of the heads each, and the
-    whole weight, so their gradients have to be summed (see `hpc_train.parallel`).
-    """
-
-    divided = False
-    """Whether ranks divide the heads."""
-
-    @property
-    def partial(self) -> list[nn.Parameter]:
-        """The parameters of whose gradients each rank computes a part."""
-        return [self.weight] if self.divided else []

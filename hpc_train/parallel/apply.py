@@ -12,9 +12,9 @@ from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives, connect
 from hpc_train.errors import UserError
-from hpc_train.models.attention import HeadNorm
 from hpc_train.models.deferred import recipes_of
 from hpc_train.models.dropout import SampleDropout
+from hpc_train.models.rms_norm import HeadNorm
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.placement import Coordinate
 from hpc_train.parallel import recompute as recomputing

@@ -14,12 +14,12 @@ from torch.nn import Parameter
 from hpc_train.collectives import Collectives
 from hpc_train.collectives.regions import check_divided
 from hpc_train.errors import ConfigError, UserError
-from hpc_train.models.attention import HeadNorm
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.hooks import has_hooks
 from hpc_train.models.initial import LORA_A, LORA_B
 from hpc_train.models.linear import Linear
 from hpc_train.models.lora import Adapter, LoraLinear, is_plain_linear
+from hpc_train.models.rms_norm import HeadNorm
 from hpc_train.models.tabular.members import MemberScale
 from hpc_train.parallel.linear import TOKENS, Deferred, ParallelLinear
 from hpc_train.parallel.vocabulary import VocabParallelCrossEntropy, VocabParallelEmbedding

@@ -15,14 +15,16 @@ from torch import nn
 from hpc_train.checkpoint.catalogue import newest
 from hpc_train.data import tokenizer
 from hpc_train.errors import ConfigError, UserError
-from hpc_train.models.gpt.shape import GptShape
+from hpc_train.models.language_shape import LanguageShape
 from hpc_train.monitoring.records import RecordsFile
 from hpc_train.mpi.group import Group
 from hpc_train.training.device import choose_device
 from hpc_train.training.trained import load_model
 
 
-def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, GptShape, tokenizer.Tokenizer]:
+def load_language_model(
+    checkpoint: str | Path,
+) -> tuple[nn.Module, LanguageShape, tokenizer.Tokenizer]:
     """Load a checkpoint's model, its shape, and the tokenizer of the text it was trained on.
 
     Args:
@@ -30,10 +32,10 @@ def load_gpt(checkpoint: str | Path) -> tuple[nn.Module, GptShape, tokenizer.Tok
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        CheckpointMismatch: there is no checkpoint, or it does not hold a GPT.
+        CheckpointMismatch: there is no checkpoint, or it does not hold a language model.
     """
     trained = load_model(checkpoint, "text", choose_device(), Group())
-    assert isinstance(trained.shape, GptShape)
+    assert isinstance(trained.shape, LanguageShape)
     return trained.module, trained.shape, tokenizer.loads(trained.about["tokenizer"])
 
 
@@ -41,7 +43,7 @@ class SampleRecords:
     """Adds samples of text to samples.jsonl of the run that a checkpoint belongs to.
 
     Args:
-        checkpoint: see `load_gpt`.
+        checkpoint: see `load_language_model`.
 
     Raises:
         CheckpointMismatch: there is no checkpoint.
@@ -89,7 +91,7 @@ def generate(
     """Continue a prompt, token by token.
 
     Args:
-        checkpoint: see `load_gpt`.
+        checkpoint: see `load_language_model`.
         prompt: text of at least one token. An empty line may have none: then the text begins where
             texts of the training began.
         tokens: number of tokens to write.
@@ -102,14 +104,14 @@ def generate(
     Raises:
         ConfigError: the prompt has no token, or the temperature or the seed is out of range.
         UserError: the model computes numbers that are not finite.
-        HpcTrainError: as `load_gpt`.
+        HpcTrainError: as `load_language_model`.
     """
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"--temperature is {temperature}", "give 0 or more")
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"--seed is {seed}", "give a seed from 0 to below 2**63")
     prompt = prompt.encode(errors="replace").decode()  # a shell may pass bytes that are not text
-    model, shape, codec = load_gpt(checkpoint)
+    model, shape, codec = load_language_model(checkpoint)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     written = _tokens_of(prompt, codec)

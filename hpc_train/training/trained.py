@@ -83,7 +83,7 @@ def _check(path: Path, saved: Mapping[str, Any], reads: Reads) -> None:
     of_tables = "features" in about
     if reads == "text" and of_tables:
         raise CheckpointMismatch(
-            f"{path} does not hold a GPT: model.kind is {kind}, a model of tables",
+            f"{path} does not hold a language model: model.kind is {kind}, a model of tables",
             "`hpc-train predict` predicts with it",
         )
     if reads == "tables" and not of_tables:

@@ -17,7 +17,7 @@ from hpc_train.checkpoint.export import export_model, write_tensors
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.cli.checkpoint import verify_checkpoints
 from hpc_train.errors import CheckpointError
-from hpc_train.training.generate import load_gpt
+from hpc_train.training.generate import load_language_model
 from tests.conftest import small_program
 from tests.damages import flip_bit
 from tests.programs import hpc_train, only_line, run
@@ -174,7 +174,7 @@ def test_export_as_gpt2_gives_the_same_logits_elsewhere(trained, tmp_path):
     folder = tmp_path / "gpt2"
     checkpoint("export", trained.root / "run", "--to", "gpt2", "--out", folder)
     theirs = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
-    ours, *_ = load_gpt(trained.root / "run")
+    ours, *_ = load_language_model(trained.root / "run")
     text = torch.randint(250, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(text), theirs(text).logits, rtol=1e-10, atol=1e-10)

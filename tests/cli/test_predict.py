@@ -344,7 +344,7 @@ def test_mistakes_end_with_one_line(trained, tmp_path):
     )
     done = run(*hpc_train("generate", str(trained)))
     assert done.returncode == 2
-    assert "does not hold a GPT: model.kind is tabular_mlp" in only_line(done.stderr)
+    assert "does not hold a language model: model.kind is tabular_mlp" in only_line(done.stderr)
 
 
 def test_names_of_columns_are_quoted_as_in_csv():

@@ -29,14 +29,14 @@ def total(shape, key, **division):
 def test_every_kind_of_the_configuration_has_a_shape_that_builds_its_module():
     assert list(SHAPES) == list(get_args(get_type_hints(ModelSection)["kind"]))
     table = TableSizes(edges=((0.0, 1.0), (0.0, 1.0, 2.0)), codes=(3,), outputs=5)
-    inputs = {"gpt": [torch.zeros(3, 8, dtype=torch.int64)]}
+    tokens = [torch.zeros(3, 8, dtype=torch.int64)]
     of_table = [torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int64)]
     for kind, make in SHAPES.items():
         section = ModelSection(kind=kind, layers=2, hidden=36, dropout=0.0)
-        shape = shape_of(section, 11 if kind == "gpt" else table)
+        shape = shape_of(section, 11 if section.is_language else table)
         assert type(shape) is make
-        result = shape.build()(*inputs.get(kind, of_table))
-        expected = (8, 11) if kind == "gpt" else (16 if kind == "tabular_mlp" else 1, 5)
+        result = shape.build()(*(tokens if section.is_language else of_table))
+        expected = (8, 11) if section.is_language else (16 if kind == "tabular_mlp" else 1, 5)
         assert result.shape == (3, *expected)
         between = (3, shape.tokens, 36)
         assert shape.block()(torch.zeros(between)).shape == between
@@ -52,6 +52,9 @@ def test_models_are_imported_without_torch():
         "table = {'sizes': TableSizes(edges=(), codes=(3,), outputs=2)}\n"
         "sizes = {'gpt': {'vocab': 11, 'sequence': 8, 'heads': 2}}\n"
         "sizes['tabular'] = {**table, 'heads': 2}\n"
+        "llama = {'kv_heads': 1, 'head_width': 16, 'mlp_width': 64, 'rope_theta': 1e4}\n"
+        "for kind in ('llama', 'mistral', 'qwen2', 'qwen3'):\n"
+        "    sizes[kind] = {**sizes['gpt'], **llama, 'norm_eps': 1e-5}\n"
         "for kind, make in kinds.SHAPES.items():\n"
         "    make(layers=2, hidden=32, **sizes.get(kind, table)).parts()\n"
         "assert not {'torch', 'mpi4py', 'numpy'} & sys.modules.keys()\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models import GPT
+from hpc_train.models.llama.shape import Qwen3Shape
 from hpc_train.models.lora import LoraAdapters, linear_layers
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
@@ -72,6 +74,13 @@ def gpt(seed=0, *, tie=True):
     return GPT(**SHAPE, tie_embeddings=tie).double()
 
 
+def qwen(seed=0):
+    torch.manual_seed(seed)
+    more = {"head_width": 6, "mlp_width": 24, "rope_theta": 1e4, "norm_eps": 1e-6}
+    sizes = {**SHAPE, "heads": 8, "kv_heads": 4}
+    return Qwen3Shape(**sizes, **more, tie_embeddings=True).build().double()
+
+
 def told(grid, value):
     """What the ranks of this replica have. Collective."""
     return grid.model.comm.allgather(value) if grid.model.comm else [value]
@@ -94,8 +103,8 @@ def whole_gradients(model, applied, grid, reference):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("tie", [True, False], ids=["tied", ""])
-def test_a_steps_gradients_and_norm_are_those_of_one_rank(grid, schedule, tie):
+@pytest.mark.parametrize("make", [gpt, partial(gpt, tie=False), qwen], ids=["tied", "", "qwen3"])
+def test_a_steps_gradients_and_norm_are_those_of_one_rank(grid, schedule, make):
     text = torch.randint(12, (8, 8), generator=torch.Generator().manual_seed(3))
 
     def forward(of, number, part):
@@ -103,7 +112,7 @@ def test_a_steps_gradients_and_norm_are_those_of_one_rank(grid, schedule, tie):
         return of(part, part.roll(-1, 1))
 
     # Rank 0's weights are to replace all others.
-    model, reference = gpt(grid.world.rank, tie=tie), gpt(tie=tie)
+    model, reference = make(grid.world.rank), make()
     applied = put_on(model, grid, schedule, cut=grid.tp > 1)
     parts = text.chunk(4)
     losses = applied.pipeline.train(lambda n, _: forward(model, n, parts[n]), [2] * 4)

@@ -26,7 +26,7 @@ from hpc_train.monitoring.console import describe_record
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.generate import load_gpt
+from hpc_train.training.generate import load_language_model
 from hpc_train.training.loop import Loop
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
@@ -466,5 +466,5 @@ def test_the_program_trains_in_bfloat16_and_generate_reads_the_result(program):
     assert_succeeded(done)
     assert program.losses("run")[-1] < program.losses("run")[0]
     assert all(record["skipped_steps"] == 0 for record in program.metrics("run"))
-    model, *_ = load_gpt(program.root / "run")
+    model, *_ = load_language_model(program.root / "run")
     assert model.embedding.token.weight.dtype is torch.float32

@@ -19,7 +19,7 @@ from hpc_train.models.lora import is_adapter
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.finetuning import choose_trained
-from hpc_train.training.generate import load_gpt
+from hpc_train.training.generate import load_language_model
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.cases import cases
@@ -292,7 +292,7 @@ def test_peft_opens_the_adapters_beside_the_base_model(program):
         assert done.returncode == 0, done.stderr
     plain = transformers.GPT2LMHeadModel.from_pretrained(program.root / "gpt2", dtype=torch.float64)
     theirs = peft.PeftModel.from_pretrained(plain, program.root / "peft").double().eval()
-    ours, *_ = load_gpt(program.root / "tuned")
+    ours, *_ = load_language_model(program.root / "tuned")
     tokens = torch.randint(250, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-9, atol=1e-9)

@@ -45,7 +45,7 @@ def scripted(monkeypatch):
 
     def use(after, *words):
         model = Scripted(after, [WORDS.index(word) for word in words])
-        monkeypatch.setattr(module, "load_gpt", lambda checkpoint: (model, shape, codec))
+        monkeypatch.setattr(module, "load_language_model", lambda checkpoint: (model, shape, codec))
         return model
 
     return use

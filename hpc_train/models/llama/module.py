@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpc_train.models.attention import HeadNorm
 from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.foreign import Converted
 from hpc_train.models.initial import fill
@@ -29,6 +28,7 @@ from hpc_train.models.language import LanguageModel, TokenLoss
 from hpc_train.models.linear import Linear
 from hpc_train.models.llama import hugging_face
 from hpc_train.models.llama.rotary import Rotary, rotated
+from hpc_train.models.rms_norm import HeadNorm, RmsNorm
 
 
 class _SwiGluFunction(torch.autograd.Function):
@@ -117,18 +117,20 @@ class GroupedAttention(nn.Module):
         # that a rank's consecutive rows are whole groups.
         qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_width))  # (B, T, K, ., D)
         query, key, value = qkv.split([self.group, 1, 1], dim=3)
-        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         if table is None:
             positions = torch.arange(qkv.shape[1], device=x.device).unsqueeze(0)
             table = self.rotary.table(positions, self.qkv.weight.dtype)
-        query = rotated(self.query_norm(query), table)
-        key = rotated(self.key_norm(key), table)
-        value = value.contiguous()  # the other numbers of `qkv` need not be kept for its sake
+        query = rotated(self.query_norm(query).flatten(2, 3), table)  # (B, T, H, D)
+        key = rotated(self.key_norm(key).flatten(2, 3), table)
+        value = value.flatten(2, 3)
+        if isinstance(self.key_norm, nn.Identity):  # norms keep all of `qkv`
+            value = value.contiguous()  # else it would be kept for these numbers alone
         how: dict[str, Any] = {"is_causal": True} if mask is None else {"attn_mask": mask}
         if self.group > 1:
             how["enable_gqa"] = True
         attend = F.scaled_dot_product_attention
-        y = kept_with_its_graph(attend, query, key, value, **how)
+        heads = (part.transpose(1, 2) for part in (query, key, value))
+        y = kept_with_its_graph(attend, *heads, **how)
         joined: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return joined
 
@@ -156,10 +158,10 @@ class LlamaBlock(nn.Module):
         index: int,
     ) -> None:
         super().__init__()
-        self.norm_attention = nn.RMSNorm(hidden, norm_eps)
+        self.norm_attention = RmsNorm(hidden, norm_eps)
         self.attention = attention
         self.dropout_attention = SampleDropout(dropout, 2 * index + 1)
-        self.norm_mlp = nn.RMSNorm(hidden, norm_eps)
+        self.norm_mlp = RmsNorm(hidden, norm_eps)
         self.mlp = mlp
         self.dropout_mlp = SampleDropout(dropout, 2 * index + 2)
 
@@ -189,7 +191,7 @@ class LlamaHead(nn.Module):
 
     def __init__(self, hidden: int, vocab: int, norm_eps: float) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(hidden, norm_eps)
+        self.norm = RmsNorm(hidden, norm_eps)
         self.output = Linear(hidden, vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -50,15 +50,15 @@ class Rotary:
             dtype: type of the model's parameters. The table has it, or 32 bits if it has fewer.
 
         Returns:
-            A tensor (2, B, 1, T, D / 2), which is given to `rotated`.
+            A tensor (2, B, T, 1, D / 2), which is given to `rotated`.
         """
         wide = torch.promote_types(dtype, torch.float32)
         turned = positions.unsqueeze(-1).to(wide) * self.angles(positions.device).to(wide)
-        return torch.stack([turned.cos(), turned.sin()]).unsqueeze(2)
+        return torch.stack([turned.cos(), turned.sin()]).unsqueeze(3)
 
 
 def rotated(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate queries or keys of shape (B, H, T, D) by a `Rotary.table`; they keep their type."""
+    """Rotate queries or keys of shape (B, T, H, D) by a `Rotary.table`; they keep their type."""
     cos, sin = table
     first, second = x.chunk(2, -1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
