@@ -105,7 +105,7 @@ def on_ranks(cluster: Any, *words: str) -> None:
 def train(cluster: Any, config: Path, row: Row, steps: int) -> Trial:
     """Train some steps under a layout."""
     with tempfile.TemporaryDirectory() as run:
-        options = [*row.options().split(), "--run.steps", str(steps), "--run.dir", run]
+        options = [*row.options.split(), "--run.steps", str(steps), "--run.dir", run]
         on_ranks(cluster, "train", str(config), *options)
         lines = Path(run, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]

@@ -237,7 +237,7 @@ def show_layouts(made: Choice, *, as_json: bool, every: bool = False) -> None:
         f"nodes: {made.nodes}, ranks per node: {made.ranks_per_node}, layouts that fit: {made.fit}"
     )
     _print(_layouts(made.layouts), width=100)
-    print(f"options of the first: {made.layouts[0].options()}")
+    print(f"options of the first: {made.layouts[0].options}")
     for line in _all_left_out(made.left_out) if every else _some_left_out(made.left_out):
         print(f"left out: {line}")
     if made.figures:

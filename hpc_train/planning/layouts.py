@@ -172,8 +172,8 @@ def layouts(
         options: the values of section memory to try.
     """
     for dp, tp, pp in sizes(nodes * ranks_per_node):
-        sized = replace(config, parallel=ParallelSection(dp=dp, tp=tp, pp=pp))
         try:
+            sized = replace(config, parallel=ParallelSection(dp=dp, tp=tp, pp=pp))
             shape.check(division_of(sized.parallel))
             micro_batch, number = micro_batching(sized)
         except ConfigError as error:
