@@ -78,7 +78,7 @@ class Row:
             prediction.seconds,
             samples,
             samples * layout.shape.tokens if config.model.kind == "gpt" else None,
-            layout.memory[0],
+            layout.needs.of_rank(machine),
             prediction.bubble,
             prediction.communication,
             _options(config, given),
@@ -149,10 +149,12 @@ def choose(
         for found in layouts(config, shape, nodes, ranks_per_node, options):
             if isinstance(found, LeftOut):
                 left_out.append(found)
-            elif why := why_too_large(found, machine):
-                left_out.append(LeftOut(*found.sizes, why, found.memory[0]))
+                continue
+            needed = found.needs.of_rank(machine)
+            if why := why_too_large(found, machine):
+                left_out.append(LeftOut(*found.sizes, why, needed))
             else:
-                timed.append((StepModel(found, machine).seconds(), found.memory[0], found))
+                timed.append((StepModel(found, machine).seconds(), needed, found))
         if timed:
             break
     else:

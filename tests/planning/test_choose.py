@@ -456,9 +456,9 @@ def test_gradients_of_gpus_need_memory_of_the_node_where_they_are_summed():
     on_gpus = replace(MACHINE, device="cuda", rank_gib=1.0)
     two = next(layout for layout in found(CONFIG, (1, 2)) if layout.sizes == (2, 1, 1))
     nccl = replace(two, config=load(None, [*MODEL.split(), "--gradients.engine=nccl"]))
-    assert two.needs[2].tolist() == [2 * parameters]
+    assert two.needs.hosts.tolist() == [2 * parameters]
     spread = next(layout for layout in found(nccl.config, (2, 2)) if layout.sizes == (4, 1, 1))
-    assert spread.needs[2].tolist() == [parameters] * 2, "a half of the gradients for each rank"
+    assert spread.needs.hosts.tolist() == [parameters] * 2, "a half of the gradients for each rank"
     for room, layout, why in ((2.1, two, ""), (1.9, two, "of a node's"), (0, nccl, "")):
         machine = replace(on_gpus, node_gib=room * parameters / 2**30)
         assert why in why_too_large(layout, machine), room
