@@ -108,8 +108,17 @@ def micro_batching(config: RunConfig) -> tuple[int, int]:
     Raises:
         ConfigError: the batch is not a multiple of dp x micro-batch.
     """
-    batch, dp = config.data.batch, config.parallel.dp or 1
-    given = config.data.samples_at_a_time
+    return micro_batches_of(
+        config.data.batch, config.parallel.dp or 1, config.data.samples_at_a_time
+    )
+
+
+def micro_batches_of(batch: int, dp: int, given: int | None) -> tuple[int, int]:
+    """`micro_batching` of a batch, a data-parallel size, and a micro-batch if one is given.
+
+    Raises:
+        ConfigError: as `micro_batching`.
+    """
     size = given or max(1, batch // dp)
     if batch % (dp * size):
         raise ConfigError(
