@@ -68,7 +68,8 @@ class Trial:
         """The layout in words."""
         row = self.row
         words = [f"{row.dp} x {row.tp} x {row.pp}", row.schedule * (row.pp > 1)]
-        words += ["sequence" * row.sequence_parallel, "zero" * row.zero]
+        words += ["sequence" * row.sequence_parallel, f"zero {row.zero}" if row.zero else ""]
+        words += [f"recompute {row.recompute}" if row.recompute != "none" else ""]
         return " ".join(word for word in [*words, f"samples {row.micro_batch}"] if word)
 
     @property
