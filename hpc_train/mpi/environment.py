@@ -116,7 +116,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _by_mpi(environ: Mapping[str, str]) -> Launch | None:
-    """The place that a launcher of MPI ranks has given this process, or one that started it."""
+    """The place that the variables of a launcher of MPI ranks tell."""
     for names in LAUNCHERS:
         if names.rank in environ and names.size in environ:
             rank, size = _number(environ, names.rank), _number(environ, names.size)
@@ -137,10 +137,11 @@ def _by_mpi(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _is_of_task(environ: Mapping[str, str], launch: Launch) -> bool:
-    """Whether a task of the batch system may have started torchrun, and that this process.
+    """Whether this process may have only inherited its place, from a task of the batch system.
 
-    Then all processes of the task have inherited its place. The tasks of `srun torchrun` are as
-    many as the nodes of torchrun. Other numbers are of an srun that a process of torchrun started.
+    All processes that torchrun or horovodrun starts in a task have the task's place. `srun
+    torchrun` has as many tasks as torchrun has nodes, and horovodrun is one task. Other numbers
+    tell of an srun that a process of torchrun has started.
     """
     by_task = launch.launcher in OF_TASKS or started_by_srun(environ, launch)
     return by_task and environ.get("GROUP_WORLD_SIZE", "1") == str(launch.size)

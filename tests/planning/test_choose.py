@@ -407,6 +407,7 @@ def test_the_verb_prints_a_table_or_json(files):
     assert (tree["nodes"], tree["ranks_per_node"], tree["fit"]) == (4, 2, 9)
     assert len(tree["layouts"]) == 3
     assert all(row["step_seconds"] > 0 for row in tree["layouts"])
+    assert all(row["options"].startswith("--parallel.dp") for row in tree["layouts"])
     assert tree["left_out"][0]["why"].startswith("parallel.tp 8")
 
 
