@@ -173,6 +173,8 @@ def test_predictions_and_scores_are_those_of_numpy(trained, tmp_path):
     assert np.allclose(table[names[4:]], probabilities, atol=1e-6)
     assert table["prediction"].tolist() == probabilities.argmax(1).astype(str).tolist()
 
+    unknown = "1 row is not scored, because the model does not know the class: write classes as the"
+    assert f"{unknown} table of its training has them, which are '0', '1', '2'" in done.stdout
     kept = np.arange(250) != 5  # the others have a known class
     target = np.array([int(one) for one in np.array(columns["kind"])[kept]])
     weight = np.array(columns["importance"])[kept]

@@ -30,7 +30,7 @@ from hpc_train.data.tables.statistics import (
     smallest,
     summary_of,
 )
-from hpc_train.data.tables.targets import class_order
+from hpc_train.data.tables.targets import class_order, classes_alike
 from hpc_train.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -251,5 +251,13 @@ def _classes(schema: TableSchema, trees: Sequence[Any], rows: int) -> TargetValu
             "give rows with two classes or more",
         )
     classes = class_order(counts)
+    if groups := classes_alike(classes):
+        told = "; ".join(" and ".join(map(repr, texts)) for texts in groups[:SHOWN_NAMES])
+        logger.warning(
+            "the target %s has classes that differ only in how they are written: %s; if they are "
+            "the same, write them alike in all files",
+            name,
+            told,
+        )
     shares = tuple(counts[one] / rows for one in classes)
     return TargetValues(task="classification", names=(name,), classes=classes, shares=shares)
