@@ -86,6 +86,17 @@ def test_equal_and_missing_values_give_rising_edges():
     assert fitted([(np.array([5.0, 5.0, 5.0, 5.0]), same)]).numeric == ()
 
 
+@pytest.mark.parametrize("unit", [1e-170, 5e-324])
+@pytest.mark.parametrize("scaling", ["standard", "robust"])
+def test_numbers_whose_squares_are_0_are_a_feature(unit, scaling):
+    word = Categories(np.zeros(4, np.int32), ("a",))
+    x = np.array([0.0, 1.0, 2.0, 4.0]) * unit
+    [made] = fitted([(x, word)], scaling=scaling).numeric
+    scaled = made.values({"x": x})
+    assert np.ptp(scaled) >= 1
+    assert len(made.edges) > 2
+
+
 def test_counts_of_many_texts_are_as_near_as_is_said(monkeypatch):
     monkeypatch.setattr(statistics, "COUNTED_TEXTS", 50)
     random = np.random.default_rng(0)

@@ -104,7 +104,7 @@ def scaled_feature(
             "divide them, give --scaling robust if a few are so large, or give the column another "
             "kind in the schema",
         )
-    scale = scale or 1.0
+    scale = scale or summary.most - summary.least  # the squares of tiny numbers are 0
     levels = np.linspace(0, 1, options.bins + 1)[1:-1]
     with np.errstate(over="ignore", invalid="ignore"):
         inner = np.quantile(sample, levels) if len(sample) else np.empty(0)
