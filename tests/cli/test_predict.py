@@ -309,6 +309,10 @@ def test_predictions_that_were_stopped_continue(trained, tmp_path, monkeypatch):
     predicted(trained, [tmp_path / "in"], tmp_path / "p.parquet")
     assert (tmp_path / "p.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert not list(tmp_path.glob(".*"))
+    (tmp_path / ".p.parquet.partial" / "key").mkdir(parents=True)  # as after a kill at the end
+    with pytest.raises(DataError, match="exists already"):
+        predicted(trained, [tmp_path / "in"], tmp_path / "p.parquet")
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_mistakes_end_with_one_line(trained, tmp_path):
