@@ -30,13 +30,8 @@ from hpc_train.data.tables.features import (
 from hpc_train.data.tables.schema import ColumnKind
 from hpc_train.data.tables.stages import stage_entries
 from hpc_train.data.tables.table_request import TableRequest
-<<<<<<< HEAD
-from hpc_train.data.tables.targets import encode_target
-from hpc_train.errors import ConfigError, DataError
-=======
 from hpc_train.data.tables.targets import encode_target, truth_as_classes
-from hpc_train.errors import ConfigError, plural, some_of
->>>>>>> h2
+from hpc_train.errors import ConfigError, DataError, plural, some_of
 from hpc_train.monitoring.scores import level_name
 from hpc_train.mpi.group import Group
 from hpc_train.training.table_losses import TableLoss, warn_of_not_finite
