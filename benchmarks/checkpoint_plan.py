@@ -1,6 +1,6 @@
 """Time to plan a checkpoint on one of very many ranks, which are simulated in one process.
 
-    python -m benchmarks.checkpoint_plan [--ranks 4096] [--tensors 3000]
+    python -m benchmarks.checkpoint_plan [--ranks 4096] [--tensors 3000] [--json FILE]
 
 Every rank owns a part of every tensor of 4 MiB: some of its rows, or some of its columns. With
 columns a rank has something of every extent. One rank, which writes, plans a first save and a later
@@ -12,7 +12,6 @@ what they own of this rank's extents.
 
 from __future__ import annotations
 
-import argparse
 import math
 import pickle
 import time
@@ -143,17 +142,18 @@ def plan(ranks: int, tensors: int, dim: int) -> tuple[float, float, float]:
 
 def main() -> None:
     """Show what it takes."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--ranks", type=int, default=4096)
-    parser.add_argument("--tensors", type=int, default=3000)
-    options = parser.parse_args()
+    options = harness.arguments("the plan of a checkpoint", ranks=4096, tensors=3000)
+    ratios, middles = {}, {}
     for dim, what in enumerate(("rows", "columns")):
         first, later, megabytes = plan(options.ranks, options.tensors, dim)
         print(
             f"{options.ranks} ranks, {options.tensors} tensors, {what} of each: first plan "
             f"{first:.2f} s, {megabytes:.0f} MB; a later one {later * 1e3:.1f} ms"
         )
-    print(harness.machine())
+        ratios[f"{what}: first plan / a later one"] = first / later
+        middles |= {f"{what}: first plan": first, f"{what}: a later plan": later}
+        middles[f"{what}: MB for the first plan"] = megabytes
+    harness.finish(NAME, ratios, middles, options.json)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ class Trial:
         """The layout in words."""
         row = self.row
         words = [f"{row.dp} x {row.tp} x {row.pp}", row.schedule * (row.pp > 1)]
-        words += ["sequence" * row.sequence_parallel, "zero" * row.zero]
+        words += ["sequence" * row.sequence_parallel, f"zero {row.zero}" if row.zero else ""]
+        words += [f"recompute {row.recompute}" if row.recompute != "none" else ""]
         return " ".join(word for word in [*words, f"samples {row.micro_batch}"] if word)
 
     @property
@@ -105,7 +106,7 @@ def on_ranks(cluster: Any, *words: str) -> None:
 def train(cluster: Any, config: Path, row: Row, steps: int) -> Trial:
     """Train some steps under a layout."""
     with tempfile.TemporaryDirectory() as run:
-        options = [*row.options().split(), "--run.steps", str(steps), "--run.dir", run]
+        options = [*row.options.split(), "--run.steps", str(steps), "--run.dir", run]
         on_ranks(cluster, "train", str(config), *options)
         lines = Path(run, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]

@@ -142,9 +142,8 @@ def _chosen(settings: RunConfig, given: Namespace) -> Choice:
 
 def _guessed(settings: RunConfig, nodes: int, ranks_per_node: int) -> tuple[Guess, str]:
     """A machine like this one, and a warning if it could not be measured, or not well."""
-    import psutil
-
     from hpc_train.host.cores import physical_cores
+    from hpc_train.host.memory import free_bytes
     from hpc_train.planning import assumed
 
     print(f"there is no {MACHINE}: measuring this machine", file=sys.stderr, flush=True)
@@ -159,8 +158,7 @@ def _guessed(settings: RunConfig, nodes: int, ranks_per_node: int) -> tuple[Gues
     except Exception as error:  # noqa: BLE001  # torch may be missing, or unfit for a login node
         why = " ".join(f"{type(error).__name__}: {error}".split())
         warning = f"the speed of this machine is assumed, because measuring it failed: {why}"
-    free = psutil.virtual_memory().available
-    here = assumed.Here(cores, free, speeds)
+    here = assumed.Here(cores, free_bytes(), speeds)
     return assumed.guess(here, settings.precision.dtype, nodes, ranks_per_node), warning
 
 
@@ -237,7 +235,7 @@ def show_layouts(made: Choice, *, as_json: bool, every: bool = False) -> None:
         f"nodes: {made.nodes}, ranks per node: {made.ranks_per_node}, layouts that fit: {made.fit}"
     )
     _print(_layouts(made.layouts), width=100)
-    print(f"options of the first: {made.layouts[0].options()}")
+    print(f"options of the first: {made.layouts[0].options}")
     for line in _all_left_out(made.left_out) if every else _some_left_out(made.left_out):
         print(f"left out: {line}")
     if made.figures:

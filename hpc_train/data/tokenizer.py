@@ -74,6 +74,12 @@ class LibraryTokenizer:
             raise DataError(
                 f"not a tokenizer file ({error})", "give another one, or bytes"
             ) from None
+        # Many files have the settings of the training that they come from. Here texts are whole,
+        # and a text has the same tokens each time.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        if hasattr(self._tokenizer.model, "dropout"):
+            self._tokenizer.model.dropout = None
         self.vocab = 1 + max(self._tokenizer.get_vocab().values(), default=0)  # ids may have gaps
         numbers = (self._tokenizer.token_to_id(token) for token in END_OF_TEXT)
         self.separator = next((number for number in numbers if number is not None), None)

@@ -166,11 +166,13 @@ class Job:
             with suppress(HpcTrainError):  # it may answer the next time
                 left = self._queued()
             if left == []:
-                quiet = quiet or time.monotonic()
+                quiet = time.monotonic() if quiet is None else quiet
                 last = self._events()[-1:]
                 recorded = bool(last) and last[0]["event"] == "ended" and not last[0].get("next")
                 if recorded or time.monotonic() - quiet > LATE_SECONDS:
                     return self.exit_code
+            elif left:  # after a moment in which the scheduler did not show it
+                quiet = None
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"{self.run_dir} has not ended within {timeout} s")
             time.sleep(min(poll, 1.0) if left == [] else poll)

@@ -139,7 +139,8 @@ def same(group: Group, what: str, value: str, remedy: str) -> None:
     """
     if group.comm is None:
         return
-    digest = hashlib.blake2b(value.encode(), digest_size=16).digest()
+    value_bytes = value.encode(errors="surrogatepass")  # of a path with bytes that are no text
+    digest = hashlib.blake2b(value_bytes, digest_size=16).digest()
     with group.waiting(f"a comparison of {what}"):
         first = group.comm.bcast((digest, group.host))
     differing: Exception | None = None

@@ -55,6 +55,7 @@ LAUNCHERS = (
     Names("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
     Names("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", ""),
 )
+OF_TASKS = ("Slurm", "Flux", "jsrun")  # they start programs of any kind as tasks of a job
 SRUN = next(names for names in LAUNCHERS if names.launcher == "Slurm")
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 # The number of ranks. `hpc-train launch --image` gives it to each container, where the launcher's
@@ -99,11 +100,26 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     Hydra's rank and size, but the local rank only in Slurm's variables.
 
     Raises:
-        SetupError: a launcher that does not start MPI ranks started this process.
+        SetupError: a launcher that does not start MPI ranks started this process, or a variable has
+            no number.
     """
+    environ = {name: value for name, value in environ.items() if value}
+    launch = _by_mpi(environ)
+    if launch is None or _is_of_task(environ, launch):
+        for variable, launcher in WITHOUT_MPI.items():
+            if variable in environ:
+                raise SetupError(
+                    f"started by {launcher}, which starts no MPI ranks",
+                    "use mpirun, srun, or horovodrun with its default controller, MPI",
+                )
+    return launch
+
+
+def _by_mpi(environ: Mapping[str, str]) -> Launch | None:
+    """The place that the variables of a launcher of MPI ranks tell."""
     for names in LAUNCHERS:
         if names.rank in environ and names.size in environ:
-            rank, size = int(environ[names.rank]), int(environ[names.size])
+            rank, size = _number(environ, names.rank), _number(environ, names.size)
             agreeing = [names, *(n for n in LAUNCHERS if _gives(environ, n, rank, size))]
             return Launch(
                 names.launcher,
@@ -114,16 +130,21 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
             )
     for names in LAUNCHERS:
         if names.launcher == "PALS" and names.rank in environ:
-            rank, local = int(environ[names.rank]), (names.local_rank, names.local_size)
+            rank, local = _number(environ, names.rank), (names.local_rank, names.local_size)
             numbers = [_first_number(environ, [name]) for name in local]
             return Launch(names.launcher, rank, None, *numbers)
-    for variable, launcher in WITHOUT_MPI.items():
-        if variable in environ:
-            raise SetupError(
-                f"started by {launcher}, which starts no MPI ranks",
-                "use mpirun, srun, or horovodrun with its default controller, MPI",
-            )
     return None
+
+
+def _is_of_task(environ: Mapping[str, str], launch: Launch) -> bool:
+    """Whether this process may have only inherited its place, from a task of the batch system.
+
+    All processes that torchrun or horovodrun starts in a task have the task's place. `srun
+    torchrun` has as many tasks as torchrun has nodes, and horovodrun is one task. Other numbers
+    tell of an srun that a process of torchrun has started.
+    """
+    by_task = launch.launcher in OF_TASKS or started_by_srun(environ, launch)
+    return by_task and environ.get("GROUP_WORLD_SIZE", "1") == str(launch.size)
 
 
 def started_by_srun(environ: Mapping[str, str], launch: Launch) -> bool:
@@ -167,6 +188,20 @@ def _gives(environ: Mapping[str, str], names: Names, rank: int, size: int | None
     Variables that the process has inherited from a batch shell or a daemon give another place.
     """
     return (environ.get(names.rank), environ.get(names.size)) == (str(rank), str(size))
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    """The number in a variable.
+
+    Raises:
+        SetupError: there is none.
+    """
+    if not re.fullmatch(r"[0-9]+", environ[name]):
+        raise SetupError(
+            f"the variable {name} is {environ[name]!r}, and launchers set it to a number",
+            "unset it, or start the ranks by a launcher, such as mpirun or srun",
+        )
+    return int(environ[name])
 
 
 def _first_number(environ: Mapping[str, str], names: Sequence[str]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from hpc_train.config import RunConfig
 from hpc_train.config.spread import Recompute, Zero
@@ -16,6 +17,13 @@ from hpc_train.planning.machine import GUIDE, Machine
 from hpc_train.planning.model import planned_shape
 from hpc_train.planning.predict import StepModel, predict
 from hpc_train.planning.schedules import micro_batching
+
+LAYOUT_KEYS = (
+    *("parallel.dp", "parallel.tp", "parallel.pp", "parallel.schedule"),
+    *("parallel.virtual_stages", "parallel.sequence_parallel"),
+    *("data.micro_batch", "memory.zero", "memory.recompute"),
+)
+ALWAYS_TOLD = {"parallel.dp", "parallel.tp", "parallel.pp", "data.micro_batch", "memory.zero"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Row:
             for a model of tables.
         memory_bytes: bytes on the rank that needs most.
         bubble, communication: shares of the step, see `predict.Prediction`.
+        options: the options that give a training of the configuration this layout.
     """
 
     dp: int
@@ -48,10 +57,11 @@ class Row:
     memory_bytes: int
     bubble: float
     communication: float
+    options: str
 
     @classmethod
-    def of(cls, layout: Candidate, machine: Machine) -> Row:
-        """Predict a layout."""
+    def of(cls, layout: Candidate, machine: Machine, given: RunConfig) -> Row:
+        """Predict a layout of the given configuration."""
         config, prediction = layout.config, predict(layout, machine)
         parallel, samples = config.parallel, config.data.batch / prediction.seconds
         dp, tp, pp = layout.sizes
@@ -68,24 +78,21 @@ class Row:
             prediction.seconds,
             samples,
             samples * layout.shape.tokens if config.model.is_language else None,
-            layout.memory[0],
+            layout.needs.of_rank(machine),
             prediction.bubble,
             prediction.communication,
+            _options(config, given),
         )
 
-    def options(self) -> str:
-        """The options that give a training this layout."""
-        chosen = {f"parallel.{axis}": getattr(self, axis) for axis in ("dp", "tp", "pp")}
-        if self.pp > 1:
-            chosen["parallel.schedule"] = self.schedule
-        if self.virtual_stages > 1:
-            chosen["parallel.virtual_stages"] = self.virtual_stages
-        if self.sequence_parallel:
-            chosen["parallel.sequence_parallel"] = "true"
-        chosen |= {"data.micro_batch": self.micro_batch, "memory.zero": self.zero}
-        if self.recompute != "none":
-            chosen["memory.recompute"] = self.recompute
-        return " ".join(f"--{key} {value}" for key, value in chosen.items())
+
+def _options(config: RunConfig, given: RunConfig) -> str:
+    """The options with which the given configuration has the layout of `config`."""
+    words = []
+    for key in LAYOUT_KEYS:
+        value, asked = map(attrgetter(key), (config, given))
+        if key in ALWAYS_TOLD or value != asked:
+            words.append(f"--{key} {'null' if value is None else str(value).lower()}")
+    return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -142,10 +149,12 @@ def choose(
         for found in layouts(config, shape, nodes, ranks_per_node, options):
             if isinstance(found, LeftOut):
                 left_out.append(found)
-            elif why := why_too_large(found, machine):
-                left_out.append(LeftOut(*found.sizes, why, found.memory[0]))
+                continue
+            needed = found.needs.of_rank(machine)
+            if why := why_too_large(found, machine):
+                left_out.append(LeftOut(*found.sizes, why, needed))
             else:
-                timed.append((StepModel(found, machine).seconds(), found.memory[0], found))
+                timed.append((StepModel(found, machine).seconds(), needed, found))
         if timed:
             break
     else:
@@ -153,7 +162,7 @@ def choose(
     ordered = [layout for _, _, layout in sorted(timed, key=lambda one: one[:2])]
     best = {layout.sizes: layout for layout in reversed(ordered)}
     shown = ordered if every else [layout for layout in ordered if best[layout.sizes] is layout]
-    rows = [Row.of(layout, machine) for layout in shown[:top]]
+    rows = [Row.of(layout, machine, config) for layout in shown[:top]]
     without = [one for one in least(left_out) if (one.dp, one.tp, one.pp) not in best]
     warning = another_job(machine, ranks_per_node)
     return Choice(nodes, ranks_per_node, len(shown), rows, without, warning)

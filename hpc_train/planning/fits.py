@@ -46,12 +46,12 @@ class PlannedJob:
 
         Libraries, and tensors that are held for a moment, are not counted.
         """
-        of_rank, of_nodes, _ = self.layout.needs
-        return of_nodes if self.on_cpu else np.array([of_rank])
+        needs = self.layout.needs
+        return needs.nodes if self.on_cpu else np.array([needs.gpu])
 
     def host_needs(self) -> NDArray[np.int64]:
         """Bytes that each node needs of its own memory beside its GPUs."""
-        return self.layout.needs[2]
+        return self.layout.needs.hosts
 
     def needed(self) -> int:
         """The most that a node needs, or on GPUs a rank, in bytes."""
@@ -110,6 +110,13 @@ class PlannedJob:
                     text = " ".join(f"--{key} {value}" for key, value in keys.items())
                     yield text, job
 
+    def _without_copies(self) -> Iterator[tuple[str, PlannedJob]]:
+        """The key with which training waits for checkpoints, as for `leaner`."""
+        if self.config.checkpoint.background:
+            waits = replace(self.config.checkpoint, background=False)
+            job = replace(self, config=replace(self.config, checkpoint=waits))
+            yield "--checkpoint.background false", job
+
     def _cost(self, zero: Zero, recompute: Recompute) -> float:
         """The time that keys cost, roughly, as a share of a step."""
         again = {"none": 0.0, "selective": 0.05}.get(str(recompute), 0.3)
@@ -123,7 +130,7 @@ class PlannedJob:
         smaller = self._with_micro_batch(number)
         if number < micro_batching(self.config)[0] and (smaller.needs() <= room).all():
             found.append(f"--data.micro_batch {number} (needs {size_text(smaller.needed())})")
-        for text, job in self.leaner():
+        for text, job in [*self._without_copies(), *self.leaner()]:
             if (job.needs() <= room).all():
                 found.append(f"{text} (needs {size_text(job.needed())})")
         return f"give {', or '.join(found[:REMEDIES])}" if found else MORE

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,26 @@ from hpc_train.planning.schedules import memory, micro_batching, sizes_that_divi
 from hpc_train.planning.state import Dividing
 
 GIB = 1 << 30
+
+
+class Needs(NamedTuple):
+    """The memory that a layout needs.
+
+    Args:
+        rank: bytes of the rank that needs most, if ranks compute on processors.
+        nodes: bytes of each node's ranks then.
+        hosts: bytes of each node beside its GPUs, if ranks compute on GPUs.
+        gpu: bytes of the GPU that needs most then.
+    """
+
+    rank: int
+    nodes: NDArray[np.int64]
+    hosts: NDArray[np.int64]
+    gpu: int
+
+    def of_rank(self, machine: Machine) -> int:
+        """Bytes of the rank that needs most, on this machine."""
+        return self.rank if machine.device == "cpu" else self.gpu
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,33 +118,31 @@ class Candidate:
     @property
     def memory(self) -> tuple[int, int]:
         """Bytes of the rank that needs most, and of the node that needs most."""
-        of_rank, *of_nodes = self.needs
-        return of_rank, int(of_nodes[self.dividing.staged].max())
+        needs, staged = self.needs, self.dividing.staged
+        of_rank, of_nodes = (needs.gpu, needs.hosts) if staged else (needs.rank, needs.nodes)
+        return of_rank, int(of_nodes.max())
 
     @functools.cached_property
-    def needs(self) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-        """Bytes of the rank that needs most; of each node's ranks; of each node beside its GPUs.
-
-        The last ones are those of the node's memory if ranks compute on GPUs.
-        """
+    def needs(self) -> Needs:
+        """The memory that it needs."""
         parallel = self.config.parallel
         micro_batch, number = micro_batching(self.config)
         few = enough(parallel.pp, number)[-1]
         # Only gpipe holds more when there are more micro-batches.
         held = number / few if parallel.schedule == "gpipe" else 1.0
         schedule = build(parallel.schedule, parallel.pp, few, parallel.stages_per_rank)
-        each = np.zeros((2, *self.node.shape))
+        each = np.zeros((3, *self.node.shape))
         for count in np.unique(self.together).tolist():  # nodes may have different numbers of ranks
             by = replace(self.dividing, ranks=count)
             needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, by, held)
-            of_stages = np.array([[need.own for need in needs], [need.host for need in needs]])
+            of_stages = np.array([(need.own, need.host, need.on_gpu) for need in needs]).T
             each = np.where(self.together == count, of_stages[:, None, :, None], each)
-        own, host = each
+        own, host, on_gpu = each
 
         def of_nodes(ranks: NDArray[np.float64]) -> NDArray[np.int64]:
             return np.rint(np.bincount(self.node.ravel(), ranks.ravel())).astype(np.int64)
 
-        return int(own.max()), of_nodes(own), of_nodes(host)
+        return Needs(int(own.max()), of_nodes(own), of_nodes(host), int(on_gpu.max()))
 
 
 @dataclass(frozen=True)
@@ -172,8 +190,8 @@ def layouts(
         options: the values of section memory to try.
     """
     for dp, tp, pp in sizes(nodes * ranks_per_node):
-        sized = replace(config, parallel=ParallelSection(dp=dp, tp=tp, pp=pp))
         try:
+            sized = replace(config, parallel=ParallelSection(dp=dp, tp=tp, pp=pp))
             shape.check(division_of(sized.parallel))
             micro_batch, number = micro_batching(sized)
         except ConfigError as error:
@@ -245,10 +263,11 @@ def node_of_ranks(nodes: int, ranks_per_node: int, dp: int, tp: int, pp: int) ->
 
 def why_too_large(layout: Candidate, machine: Machine) -> str:
     """The reason why a layout does not fit in the machine's memory; "" if it fits."""
-    of_rank, *of_nodes = layout.needs
+    needs = layout.needs
+    of_nodes = needs.nodes if machine.device == "cpu" else needs.hosts
     for need, gib, whose in (
-        (of_rank, machine.rank_gib, "rank"),
-        (int(of_nodes[machine.device != "cpu"].max()), machine.node_gib, "node"),
+        (needs.of_rank(machine), machine.rank_gib, "rank"),
+        (int(of_nodes.max()), machine.node_gib, "node"),
     ):
         if gib is not None and need > gib * GIB:
             return f"needs {size_text(need)} of a {whose}'s {size_text(round(gib * GIB))}"

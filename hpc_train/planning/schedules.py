@@ -2,7 +2,8 @@
 
 All of it follows from the configuration; no rank, tensor or device is needed. Memory is an
 estimate. It counts parameters, gradients, optimizer state, and what blocks keep for their backward
-pass. It does not count tensors that are held for a moment only, and the memory of libraries.
+pass. For the layouts of a job it also counts the buffers of `planning.buffers`. It does not count
+tensors that are held for a moment only, and the memory of libraries.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hpc_train.models.shape import PartCost, Shape
 from hpc_train.parallel.divide import divide
 from hpc_train.parallel.schedule import Name, Schedule, build
 from hpc_train.parallel.simulate import Costs, bubble_formula, peak_live, simulate
+from hpc_train.planning.buffers import buffer_bytes
 from hpc_train.planning.model import division_of, planned_shape, trained_parameters
 from hpc_train.planning.state import Dividing, state_bytes
 
@@ -106,8 +108,17 @@ def micro_batching(config: RunConfig) -> tuple[int, int]:
     Raises:
         ConfigError: the batch is not a multiple of dp x micro-batch.
     """
-    batch, dp = config.data.batch, config.parallel.dp or 1
-    given = config.data.samples_at_a_time
+    return micro_batches_of(
+        config.data.batch, config.parallel.dp or 1, config.data.samples_at_a_time
+    )
+
+
+def micro_batches_of(batch: int, dp: int, given: int | None) -> tuple[int, int]:
+    """`micro_batching` of a batch, a data-parallel size, and a micro-batch if one is given.
+
+    Raises:
+        ConfigError: as `micro_batching`.
+    """
     size = given or max(1, batch // dp)
     if batch % (dp * size):
         raise ConfigError(
@@ -163,17 +174,24 @@ class RankBytes(NamedTuple):
         activations: bytes of its activations at their peak.
         state: bytes of its state; if that is staged, of what is on its GPU.
         host: bytes that it needs of its node's memory if it computes on a GPU: its staged state, or
-            the gradients that are summed there.
+            the gradients that are summed there, and buffers.
+        buffers: bytes of its buffers if it computes on a processor.
     """
 
     activations: int
     state: int
     host: int = 0
+    buffers: int = 0
+
+    @property
+    def on_gpu(self) -> int:
+        """Bytes of the GPU, if it computes on one."""
+        return self.activations + self.state
 
     @property
     def own(self) -> int:
-        """Bytes of the device that it computes on."""
-        return self.activations + self.state
+        """Bytes of its node's memory, if it computes on a processor."""
+        return self.on_gpu + self.buffers
 
 
 def memory(
@@ -216,14 +234,21 @@ def memory(
     trained, frozen = trained_parameters(config, shape, parts)
     mine = [[i for run in runs[rank::pp] for i in run] for rank in range(pp)]
     stages, left = ([[of[i] * parameter for i in its] for its in mine] for of in (trained, frozen))
+    tensors = 1 + OPTIMIZER_TENSORS[config.optimizer.name]
+    whole = parameter * (tensors * sum(trained) + sum(frozen))  # of all pipeline ranks
+    written = whole / pp / (config.parallel.dp or 1)
     found = []
     for rank, actions in enumerate(schedule):
         live = held * peak_live(actions, kept[rank::pp]) + max(again[rank::pp])
         state = state_bytes(stages[rank], moments, by, left[rank])
-        summed = max(parameter, SUMMED_BYTES) / parameter * state.gradients
-        beside = share_in_node(config.gradients, by) * summed
-        where = (state.on_gpu, state.total) if by.staged else (state.total, beside)
-        found.append(RankBytes(round(live), *map(round, where)))
+        wider = max(parameter, SUMMED_BYTES) / parameter
+        more = buffer_bytes(config, wider * sum(stages[rank]), written, by)
+        beside = share_in_node(config.gradients, by) * wider * state.gradients
+        device, host = (state.on_gpu, state.total) if by.staged else (state.total, beside)
+        if config.gradients.engine == "nccl":
+            device += more.mean
+        host += more.residual + more.copied  # the mean is where gradients are counted
+        found.append(RankBytes(round(live), round(device), round(host), round(sum(more))))
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 from hpc_train.mpi.phases import STEP_PHASES
-from hpc_train.scaling.paragraph import percent
+from hpc_train.scaling.paragraph import in_digits, percent
 from hpc_train.scaling.summary import Figures, ScaleRow
 from hpc_train.times import time_text
 
@@ -78,7 +78,8 @@ class ChartFrame:
         """A point with the bar of its scatter."""
         x = self.x(row.nodes)
         kind = "measured" if row.measured else "predicted"
-        label = escape(f"{row.nodes} nodes: {value:.3g} ({kind}, {low:.3g} to {high:.3g})")
+        value_text, low_text, high_text = map(in_digits, (value, low, high))
+        label = escape(f"{row.nodes} nodes: {value_text} ({kind}, {low_text} to {high_text})")
         return (
             f'<line class="error" x1="{x:.1f}" x2="{x:.1f}" y1="{self.y(low):.1f}" '
             f'y2="{self.y(high):.1f}"/><circle class="{kind}" cx="{x:.1f}" '

@@ -244,16 +244,13 @@ def largest_worthwhile(
         weak: whether the work grows with the nodes.
         can_run: whether the training can be divided over a number of nodes.
     """
-    best = first = min(measured)
-    for nodes in range(first + 1, most + 1):
+    first = min(measured)
+
+    def pays(nodes: int) -> bool:
         grown = 1.0 if weak else first / nodes
         if nodes in measured:
-            efficiency = measured[first] * grown / measured[nodes]
-        else:
-            efficiency = model.seconds(first) * grown / model.seconds(nodes)
-        if efficiency < least:
-            if nodes in measured:
-                break
-        elif nodes in measured or can_run(nodes):
-            best = nodes
-    return best
+            return measured[first] * grown / measured[nodes] >= least
+        return model.seconds(first) * grown / model.seconds(nodes) >= least and can_run(nodes)
+
+    slow = min((nodes for nodes in measured if nodes > first and not pays(nodes)), default=most + 1)
+    return next((nodes for nodes in range(min(most, slow - 1), first, -1) if pays(nodes)), first)

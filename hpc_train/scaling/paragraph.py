@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 
 from hpc_train.errors import plural
 from hpc_train.scaling.summary import Figures, ScaleRow
@@ -161,8 +162,9 @@ def percent(share: float) -> str:
 
 
 def in_digits(value: float) -> str:
-    """A number with three digits, without an exponent where that is readable."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    """A number with three digits or, from 1000 on, without a fraction; never with an exponent."""
+    rounded = Decimal(f"{value:.3g}")
+    return f"{value:,.0f}" if rounded >= 1000 else f"{rounded:f}"
 
 
 def enumerated(words: Sequence[str], last: str = "and") -> str:

@@ -97,13 +97,13 @@ class QueuedRuns:
         if last and last[0].get("event") == "ended" and not last[0].get("next"):
             return True
         now = time.monotonic()
-        if run in self._gone:
-            return now - self._gone[run] > LATE_RECORD_SECONDS
         if now - self._asked.setdefault(run, now) > QUESTION_SECONDS:
             self._asked[run] = now
             with suppress(HpcTrainError):  # it may answer the next time
-                if not still_queued(run.directory)[1]:
-                    self._gone[run] = now
+                if still_queued(run.directory)[1]:
+                    self._gone.pop(run, None)  # the scheduler did not show it for a moment
+                else:
+                    return now - self._gone.setdefault(run, now) > LATE_RECORD_SECONDS
         return False
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from hpc_train import files
 from hpc_train.config import RunConfig
 from hpc_train.errors import ConfigError, UserError
-from hpc_train.planning.schedules import micro_batching
+from hpc_train.planning.schedules import micro_batches_of
 from hpc_train.scaling.results import MeasuredRun, read_run
 
 STUDY = "study.json"  # in the study's folder: what all runs have in common
@@ -130,13 +130,8 @@ class ScaleStudy:
                 "give other --nodes or --ranks_per_node",
             )
         try:
-            micro_batching(
-                replace(
-                    self.config,
-                    data=replace(self.config.data, batch=self.batch(nodes)),
-                    parallel=replace(self.config.parallel, dp=self.replicas(nodes)),
-                )
-            )
+            given = self.config.data.samples_at_a_time
+            micro_batches_of(self.batch(nodes), self.replicas(nodes), given)
         except ConfigError as error:
             raise UserError(
                 f"on {nodes} nodes {error.cause}", "give another data.batch, or other --nodes"

@@ -7,6 +7,7 @@ reads the parts one after the other, so it needs memory for one group of rows, a
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -19,17 +20,26 @@ import numpy as np
 from hpc_train import files
 from hpc_train.data.prepare.foreign import import_pyarrow
 from hpc_train.data.prepare.partial import Preparation, check_target, writing_to
-from hpc_train.data.tables.features import Categories, RawColumns, TargetValues
+from hpc_train.data.tables.features import (
+    FIRST_CODE,
+    UNKNOWN,
+    Categories,
+    RawColumns,
+    TargetValues,
+)
 from hpc_train.data.tables.schema import ColumnKind
 from hpc_train.data.tables.stages import stage_entries
 from hpc_train.data.tables.table_request import TableRequest
-from hpc_train.data.tables.targets import encode_target
-from hpc_train.errors import ConfigError, DataError
+from hpc_train.data.tables.targets import encode_target, truth_as_classes
+from hpc_train.errors import ConfigError, DataError, plural, some_of
 from hpc_train.monitoring.scores import level_name
 from hpc_train.mpi.group import Group
 from hpc_train.training.table_losses import TableLoss, warn_of_not_finite
 
+logger = logging.getLogger(__name__)
+
 GROUP_ROWS = 1 << 16  # the least rows of a row group, but the last one
+SHOWN_CLASSES = 5
 ROW = "row"
 SCORES = "scores.json"  # of the partial folder
 PREDICTION_SUFFIXES = (".parquet", ".csv")
@@ -129,12 +139,25 @@ class PredictionColumns:
             arrays += [pa.array(chance > 0.5).cast(pa.int8()) for chance in every.T]
         arrays += [pa.array(np.ascontiguousarray(value)) for value in every.T]
         if self.scored:
-            target, known = encode_target(self.target, columns)
+            target, known = encode_target(self.target, self._targets(columns))
             weight = np.ones(len(numbers)) if self.weight is None else columns[self.weight]
             known &= np.isfinite(weight)
             hidden = [*target.reshape(len(numbers), -1).T, known, weight]
             arrays += [pa.array(np.ascontiguousarray(one, np.float64)) for one in hidden]
         return pa.record_batch(arrays, schema=self.schema(part=True))
+
+    def _targets(self, columns: RawColumns) -> RawColumns:
+        if self.target.task != "classification":
+            return columns
+        [name] = self.target.names
+        return {name: truth_as_classes(columns[name], self.target.classes)}
+
+    def of_unknown_class(self, batch: Any) -> int:
+        """How many rows of a part's batch have a class that the model does not know."""
+        if self.target.task != "classification" or not self.scored:
+            return 0
+        target = batch.column(batch.num_columns - self.hidden).to_numpy()
+        return int((target == UNKNOWN - FIRST_CODE).sum())
 
     def scored_rows(self, batch: Any) -> dict[str, np.ndarray]:
         """What `TableScores` needs of a part's batch: the rows with a known target."""
@@ -222,8 +245,10 @@ def put_together(
             closing(loss.collector(Group())) as scored,
         ):
             waiting: list[Any] = []
+            strange = 0  # rows of unknown classes
             for batch in _batches(preparation, entries, columns):
                 if columns.scored:
+                    strange += columns.of_unknown_class(batch)
                     scored.add_rows(columns.scored_rows(batch))
                 waiting.append(batch.select(range(batch.num_columns - columns.hidden)))
                 if sum(len(one) for one in waiting) >= GROUP_ROWS:
@@ -243,6 +268,13 @@ def put_together(
         files.rename(result, target)
         shutil.rmtree(partial_of(target), ignore_errors=True)
     warn_of_not_finite(sum(one["not_finite"] for one in entries))
+    if strange:
+        logger.warning(
+            "%s not scored, because the model does not know the class: write classes as the table "
+            "of its training has them, which are %s",
+            plural(strange, "row is", "rows are"),
+            some_of([*map(repr, columns.target.classes)], SHOWN_CLASSES),
+        )
     return made
 
 

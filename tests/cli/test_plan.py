@@ -75,6 +75,13 @@ def test_without_torch_everything_is_assumed_and_said(tmp_path):
     assert {one["key"] for one in tree["figures"] if one["origin"] == "measured"} == {"node_gib"}
 
 
+def test_free_memory_is_what_the_job_may_have(planned, monkeypatch):
+    monkeypatch.setattr("hpc_train.host.memory.free_bytes", lambda: 3 << 30)
+    monkeypatch.setattr(measure, "measure_alone", lambda *_: 1 / 0)
+    figures = json.loads(planned(*JOB, "--json").out)["figures"]
+    assert [one["value"] for one in figures if one["key"] == "node_gib"] == [3.0]
+
+
 def test_a_mistake_is_told_before_anything_is_measured(tmp_path):
     done = run(*command("plan", *MODEL, "--nodes=4000"), cwd=tmp_path)
     assert done.returncode == 2

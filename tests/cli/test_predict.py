@@ -174,6 +174,8 @@ def test_predictions_and_scores_are_those_of_numpy(trained, tmp_path):
     assert np.allclose(table[names[4:]], probabilities, atol=1e-6)
     assert table["prediction"].tolist() == probabilities.argmax(1).astype(str).tolist()
 
+    unknown = "1 row is not scored, because the model does not know the class: write classes as the"
+    assert f"{unknown} table of its training has them, which are '0', '1', '2'" in done.stdout
     kept = np.arange(250) != 5  # the others have a known class
     target = np.array([int(one) for one in np.array(columns["kind"])[kept]])
     weight = np.array(columns["importance"])[kept]
@@ -307,6 +309,10 @@ def test_predictions_that_were_stopped_continue(trained, tmp_path, monkeypatch):
     monkeypatch.setattr("hpc_train.training.predict.read_rows", ends)  # no part is made again
     predicted(trained, [tmp_path / "in"], tmp_path / "p.parquet")
     assert (tmp_path / "p.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert not list(tmp_path.glob(".*"))
+    (tmp_path / ".p.parquet.partial" / "key").mkdir(parents=True)  # as after a kill at the end
+    with pytest.raises(DataError, match="exists already"):
+        predicted(trained, [tmp_path / "in"], tmp_path / "p.parquet")
     assert not list(tmp_path.glob(".*"))
 
 

@@ -20,6 +20,7 @@ from hpc_train.data.manifest import read_manifest
 from hpc_train.data.prepare import texts as text_files
 from hpc_train.data.prepare import work as prepare
 from hpc_train.data.prepare.dealing import Dealing
+from hpc_train.data.prepare.partial import locked_partial
 from hpc_train.data.prepare.portions import whole_parts
 from hpc_train.data.prepare.request import text_request
 from hpc_train.data.prepare.work import prepare_text
@@ -254,6 +255,30 @@ def test_an_existing_folder_is_not_touched(texts, tmp_path):
     with pytest.raises(DataError, match="exists already"):
         prepare_text([texts], out)
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+
+
+def test_a_kill_after_a_folder_has_its_name_leaves_nothing_for_good(texts, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *_, **how: None)
+        prepare_text([texts], tmp_path / "out")
+    left = tmp_path / ".out.partial"
+    with locked_partial(tmp_path / "out"):  # somebody may still be removing it
+        with pytest.raises(DataError, match="out exists already, and is complete: give another"):
+            prepare_text([texts], tmp_path / "out")
+        assert left.exists()
+    with pytest.raises(DataError, match="out exists already, and is complete: give another"):
+        prepare_text([texts], tmp_path / "out")
+    assert not left.exists()
+    check_shards(tmp_path / "out", read_manifest(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("out", [".", "./", "new/.."])
+def test_an_out_without_a_name_is_refused(texts, tmp_path, monkeypatch, out):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(DataError, match="is no name of a new folder: give a name"):
+        prepare_text([texts], out)
+    assert not [*Path().iterdir()]
 
 
 def test_a_link_as_target_is_refused_at_the_start(texts, tmp_path):

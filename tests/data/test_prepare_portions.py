@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.data.prepare import texts as text_files
-from hpc_train.data.prepare.inputs import TokenRecipe, files_at
+from hpc_train.data.prepare.inputs import TokenRecipe, each_once, files_at
 from hpc_train.data.prepare.portions import cut_portions, read_part, split_inputs
 from hpc_train.data.tokenizer import ByteTokenizer
 from hpc_train.errors import DataError
@@ -115,6 +115,24 @@ def test_linked_folders_are_read_once_and_folders_that_cannot_be_read_are_told(
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(DataError, match=r"in/deep cannot be read \(Permission denied\)"):
         text_files.list_texts([tmp_path / "in"])
+
+
+def test_a_file_to_which_several_paths_lead_is_there_once(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "hpc_train")
+    for name in ("in/b.txt", "in/c.txt", "other/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "in" / "a.txt").symlink_to("c.txt")
+    (tmp_path / "in" / "e.txt").symlink_to("../other/d.txt")
+    (tmp_path / "again").symlink_to("in")
+    monkeypatch.chdir(tmp_path)
+    given = [tmp_path / "in", tmp_path / "again", Path("in/../in/b.txt")]
+    listed = text_files.list_texts(given)
+    assert sorted(Path(file.path).name for file in listed) == ["b.txt", "c.txt", "e.txt"]
+    assert {Path(file.path).parent for file in listed} == {tmp_path / "in"}
+    assert "left out 6 paths to files that other paths lead to, too" in caplog.text
+    both = [Path("other/d.txt"), Path("in/e.txt")]
+    assert each_once(both[::-1]) == each_once(both) == both[:1]
 
 
 def test_what_is_neither_file_nor_folder_is_refused(tmp_path):

@@ -170,9 +170,10 @@ def test_dates_are_seconds_since_1970_in_utc(tmp_path):
         path = written(tmp_path / "a.csv", ["x", "y"], [(text, 0) for text in some])
         found, _ = rows_of(path, table)
         assert same(found, [(float(texts[text]), 0.0) for text in some])
-    path = written(tmp_path / "a.csv", ["x", "y"], [("2024-02-30", 0), ("2024-02-29", 0)])
-    _, causes = rows_of(path, table, wrong="count")
-    assert causes == {"a value is no date of ISO 8601": 1}
+    for wrong in ("2024-02-30", "0000-12-31"):
+        path = written(tmp_path / "a.csv", ["x", "y"], [(wrong, 0), ("2024-02-29", 0)])
+        _, causes = rows_of(path, table, wrong="count")
+        assert causes == {"a value is no date of ISO 8601": 1}
 
 
 WRONG = {

@@ -370,6 +370,13 @@ def test_a_lost_file_of_a_stage_is_made_again(tmp_path):
     assert seen(tmp_path / "out") == seen(tmp_path / "whole")
 
 
+def test_classes_that_are_written_in_several_ways_are_told(tmp_path, caplog):
+    label = ["True", "true", "1", "1.0", "one", "two"] * 20
+    prepared(write_csv(tmp_path / "a.csv", made_table(120) | {"label": label}), tmp_path / "out")
+    told = "the target label has classes that differ only in how they are written: "
+    assert f"{told}'1' and '1.0'; 'True' and 'true'; if they are the same" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("change", "roles", "message"),
     [

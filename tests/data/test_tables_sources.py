@@ -321,12 +321,14 @@ def test_folders_are_searched_for_files_of_tables(tmp_path, caplog):
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x\n")
+    (tmp_path / "b" / "latest.csv").symlink_to("../c.csv")
     with caplog.at_level(logging.INFO, "hpc_train"):
         found = list_tables([tmp_path / "c.csv", tmp_path], tell=True)
     names = [file.path.removeprefix(f"{tmp_path}/") for file in found]
     assert names == ["c.csv", "a.parquet", "b/a.tsv", "b/x.CSV.gz"]
     assert [file.delimiter for file in found] == [",", ",", "\t", ","]
     assert "skipped 1 file " in caplog.text
+    assert "left out 1 path to a file that other paths lead to, too" in caplog.text
     for path, cause in {"none.csv": "does not exist", "_SUCCESS": "is not one of"}.items():
         with pytest.raises(DataError, match=cause):
             list_tables([tmp_path / path])

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import io
+import json
 
 import numpy as np
 import pytest
 
 from hpc_train.data.tables import statistics
 from hpc_train.data.tables.features import Categories, NumericFeature
-from hpc_train.data.tables.fixed import FeatureOptions, fix_features
+from hpc_train.data.tables.fixed import FeatureOptions, candidate_features, fix_features
 from hpc_train.data.tables.row_files import write_array, write_texts
 from hpc_train.data.tables.schema import parse_schema
 from hpc_train.data.tables.splits import RowSplit
@@ -17,6 +18,7 @@ from hpc_train.data.tables.statistics import (
     only_largest,
     ranked,
     sampled_share,
+    summaries_of,
 )
 
 SCHEMA = parse_schema("{columns: {x: numeric, word: categorical}, task: none}")
@@ -37,7 +39,25 @@ def fitted(portions, **options):
         found.add(key, np.arange(len(x)), {"x": x, "word": word})
         files.append(Kept())
         trees.append(found.write(files[-1]))
-    return fix_features(SCHEMA, FeatureOptions(**options), trees, lambda number: files[number])
+    opened = files.__getitem__
+    summaries = summaries_of(trees, opened)
+    return fix_features(SCHEMA, FeatureOptions(**options), trees, opened, summaries)
+
+
+def test_what_rank_0_keeps_of_a_portion_does_not_grow_with_the_columns():
+    def kept(count):
+        names = [f"{kind} {n}" for n in range(count) for kind in ("numeric", "categorical")]
+        columns = {name: name.partition(" ")[0] for name in names}
+        schema = parse_schema(json.dumps({"columns": columns, "task": "none"}))
+        found = PortionStatistics(schema, RowSplit(schema, 0.0), candidate_features(schema), 1.0)
+        word = Categories(np.zeros(9, np.int32), ("a",))
+        values = {
+            name: word if kind == "categorical" else np.ones(9) for name, kind in columns.items()
+        }
+        found.add(0, np.arange(9), values)
+        return json.dumps(found.write(io.BytesIO()))
+
+    assert len(kept(100)) < len(kept(1)) + 20  # digits of places
 
 
 def test_quantiles_of_many_rows_are_as_near_as_is_said():
@@ -64,6 +84,17 @@ def test_equal_and_missing_values_give_rising_edges():
     [made] = fitted([(np.array([5.0, 5.0, nan, np.inf]), same)]).numeric
     assert (made.center, made.edges) == (5.0, (-1.0, 1.0))
     assert fitted([(np.array([5.0, 5.0, 5.0, 5.0]), same)]).numeric == ()
+
+
+@pytest.mark.parametrize("unit", [1e-170, 5e-324])
+@pytest.mark.parametrize("scaling", ["standard", "robust"])
+def test_numbers_whose_squares_are_0_are_a_feature(unit, scaling):
+    word = Categories(np.zeros(4, np.int32), ("a",))
+    x = np.array([0.0, 1.0, 2.0, 4.0]) * unit
+    [made] = fitted([(x, word)], scaling=scaling).numeric
+    scaled = made.values({"x": x})
+    assert np.ptp(scaled) >= 1
+    assert len(made.edges) > 2
 
 
 def test_counts_of_many_texts_are_as_near_as_is_said(monkeypatch):

@@ -96,6 +96,22 @@ def test_states_follow_a_run_from_job_to_job(desk):
     assert (job.state, job.wait()) == ("failed", 1)
 
 
+def test_a_job_that_the_queue_shows_again_has_not_ended(desk, monkeypatch):
+    """Between the two jobs of a chain the queue is empty, and the last record comes late."""
+    monkeypatch.setattr(jobs, "LATE_SECONDS", 0.2)
+    job = jobs.submit("my.yaml", scheduler="slurm")
+    looks = iter([[], ["7"], ["7"], ["7"], ["7"], [], []])
+
+    def look(_):
+        found = next(looks, None)
+        if found is None:
+            ended(job.run_dir, code=0)
+        return "slurm", found or []
+
+    monkeypatch.setattr(jobs, "still_queued", look)
+    assert job.wait(poll=0.1) == 0
+
+
 def test_a_job_that_left_no_record_has_failed(desk, monkeypatch):
     monkeypatch.setattr(jobs, "LATE_SECONDS", 0.1)
     job = jobs.submit("my.yaml", scheduler="slurm")

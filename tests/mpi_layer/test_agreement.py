@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 from functools import partial
 from pathlib import Path
@@ -145,6 +146,11 @@ def test_same_names_the_first_rank_that_differs(group):
     if group.size > 2:
         with pytest.raises(UserError, match=r"rank 2 .*the data differs from that of rank 0"):
             same(group, "the data", f"{group.rank == 2}", "copy it")
+    path = os.fsdecode(b"run-\xff")  # a name that is no text
+    if group.size > 1:
+        with pytest.raises(UserError, match=r"rank 1 .*the path differs from that of rank 0"):
+            same(group, "the path", path if group.rank == 1 else "run", "copy it")
+    same(group, "the path", path, "copy it")
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -79,6 +79,40 @@ def test_launchers_without_mpi_are_refused(variable):
     assert read_launch({variable: "0"} | OPEN_MPI) is not None
 
 
+@pytest.mark.parametrize(
+    ("variables", "nodes"),
+    [
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, "1"),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "2"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}, "1"),
+        (  # srun --mpi=pmi2
+            {
+                "PMI_RANK": "1",
+                "PMI_SIZE": "2",
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_NUM_TASKS": "2",
+            },
+            "2",
+        ),
+    ],
+)
+def test_torchrun_in_a_task_is_refused_and_srun_in_torchrun_is_not(variables, nodes):
+    """All processes that torchrun starts in a task would have the rank of the task."""
+    assert read_launch(variables) is not None
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "3", "GROUP_WORLD_SIZE": nodes}
+    with pytest.raises(SetupError, match="started by torchrun, which starts no MPI ranks"):
+        read_launch(variables | torchrun)
+    srun = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
+    assert read_launch(torchrun | srun) == Launch("Slurm", 3, 4, None, None)
+
+
+def test_a_variable_without_a_number_is_named_and_an_empty_one_is_not_set():
+    with pytest.raises(SetupError, match=r"variable OMPI_COMM_WORLD_SIZE is 'x'.*: unset it"):
+        read_launch(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "x"})
+    assert read_launch({"PMI_RANK": "", "PMI_SIZE": "4"}) is None
+    assert read_launch({"PMI_RANK": "", "PMI_SIZE": "4"} | OPEN_MPI) is not None
+
+
 PMI2 = {  # srun --mpi=pmi2 for MPICH, Intel MPI and MVAPICH
     "PMI_RANK": "3",
     "PMI_SIZE": "4",

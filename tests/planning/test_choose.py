@@ -321,7 +321,7 @@ def test_the_fastest_come_first_and_each_size_once(capsys):
     assert every.layouts[0] == made.layouts[0]
     show_layouts(made, as_json=False)
     text = capsys.readouterr().out
-    assert f"the first: {made.layouts[0].options()}\n" in text
+    assert f"the first: {made.layouts[0].options}\n" in text
     assert max(map(len, text.split("the first")[0].splitlines())) <= 100
 
 
@@ -350,16 +350,36 @@ def test_a_description_of_other_ranks_is_warned_of(capsys):
     assert "warning: the machine was measured with 4 ranks on each node" in capsys.readouterr().out
 
 
-def test_the_options_give_the_layout():
-    every = choose(CONFIG, MACHINE, *SHARED, top=10**6, every=True).layouts
+@pytest.mark.parametrize(
+    "others",
+    [
+        "",
+        "--parallel.tp=2 --parallel.pp=2 --parallel.schedule=interleaved "
+        "--parallel.virtual_stages=3 --parallel.sequence_parallel=true --memory.recompute=2",
+    ],
+)
+def test_the_options_give_the_layout(others):
+    words = [*MODEL.split(), "--data.batch=32", *others.split()]
+    every = choose(load(None, words), MACHINE, *SHARED, top=10**6, every=True).layouts
     for row in every[::12]:
-        config = load(None, [*MODEL.split(), "--data.batch=32", *row.options().split()])
+        config = load(None, [*words, *row.options.split()])
         section = config.parallel
         assert (section.dp, section.tp, section.pp) == (row.dp, row.tp, row.pp)
         assert section.sequence_parallel == row.sequence_parallel
         assert row.pp == 1 or section.schedule == row.schedule
         assert section.stages_per_rank == row.virtual_stages
         assert (config.data.micro_batch, config.memory.zero) == (row.micro_batch, row.zero)
+        assert config.memory.recompute == row.recompute
+
+
+@pytest.mark.parametrize("key", ["run.compile=true", "gradients.compression=topk:0.01"])
+def test_sizes_that_another_key_excludes_are_left_out(key):
+    config = load(None, [*MODEL.split(), "--data.batch=32", f"--{key}"])
+    made = choose(config, MACHINE, 2, 2)
+    assert {row.tp for row in made.layouts} == {1}
+    why = {(one.dp, one.tp, one.pp): one.why for one in made.left_out}
+    assert f"{key.split('.')[1].split('=')[0]} is" in why[2, 2, 1]
+    assert "parallel.tp is 2" in why[2, 2, 1]
 
 
 @pytest.fixture
@@ -387,6 +407,7 @@ def test_the_verb_prints_a_table_or_json(files):
     assert (tree["nodes"], tree["ranks_per_node"], tree["fit"]) == (4, 2, 9)
     assert len(tree["layouts"]) == 3
     assert all(row["step_seconds"] > 0 for row in tree["layouts"])
+    assert all(row["options"].startswith("--parallel.dp") for row in tree["layouts"])
     assert tree["left_out"][0]["why"].startswith("parallel.tp 8")
 
 
@@ -428,7 +449,7 @@ def test_memory_is_saved_only_where_nothing_fits_otherwise():
     small = replace(MACHINE, node_gib=0.9 * least / 2**30)
     tight = choose(CONFIG, small, *SHARED, top=100)
     assert all(row.zero > 1 or row.recompute != "none" for row in tight.layouts)
-    assert "--memory." in tight.layouts[0].options()
+    assert "--memory." in tight.layouts[0].options
 
 
 def test_gradients_of_gpus_need_memory_of_the_node_where_they_are_summed():
@@ -436,9 +457,9 @@ def test_gradients_of_gpus_need_memory_of_the_node_where_they_are_summed():
     on_gpus = replace(MACHINE, device="cuda", rank_gib=1.0)
     two = next(layout for layout in found(CONFIG, (1, 2)) if layout.sizes == (2, 1, 1))
     nccl = replace(two, config=load(None, [*MODEL.split(), "--gradients.engine=nccl"]))
-    assert two.needs[2].tolist() == [2 * parameters]
+    assert two.needs.hosts.tolist() == [2 * parameters]
     spread = next(layout for layout in found(nccl.config, (2, 2)) if layout.sizes == (4, 1, 1))
-    assert spread.needs[2].tolist() == [parameters] * 2, "a half of the gradients for each rank"
+    assert spread.needs.hosts.tolist() == [parameters] * 2, "a half of the gradients for each rank"
     for room, layout, why in ((2.1, two, ""), (1.9, two, "of a node's"), (0, nccl, "")):
         machine = replace(on_gpus, node_gib=room * parameters / 2**30)
         assert why in why_too_large(layout, machine), room

@@ -84,7 +84,30 @@ def test_a_node_with_one_rank_has_all_parameters_for_it_alone():
         for ranks in (5, 1)
     ]
     assert unequal.needs().tolist() == equal
-    assert unequal.layout.needs[0] == equal[1], "the rank that needs most is alone on its node"
+    assert unequal.layout.needs.rank == equal[1], "the rank that needs most is alone on its node"
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ("--gradients.compression=powersgd", 2 / 2),
+        ("--gradients.compression=powersgd\n--gradients.two_level=off", 2),
+        ("--gradients.average_every=2", 1),
+        ("--checkpoint.background=true", 3 / 8),
+        ("--checkpoint.background=true\n--checkpoint.every=0", 0),
+    ],
+)
+def test_buffers_of_other_keys_count(options, more):
+    """Eight ranks on four nodes. Two of a node divide what is compressed, and all what is saved."""
+    plain, keyed = (job("--memory.zero=0", *some) for some in ([], options.splitlines()))
+    parameters = 4 * sum(part.parameters for part in plain.shape.parts())
+    assert (keyed.needs() - plain.needs()).tolist() == [round(2 * more * parameters)] * 4
+    assert replace(keyed, on_cpu=False).needed() == replace(plain, on_cpu=False).needed()
+
+
+def test_saves_that_wait_are_named_if_they_make_a_job_fit():
+    copied = job("--memory.zero=0", "--checkpoint.background=true")
+    assert "--checkpoint.background false (needs" in copied.remedy(copied.needed() - 1)
 
 
 def test_nothing_helps_a_job_that_is_far_too_large():

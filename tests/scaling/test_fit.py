@@ -113,6 +113,12 @@ def test_efficiency_of_half_is_where_serial_work_equals_the_share_of_each_node()
     # what was measured counts more than the model
     worse = {1: model.seconds(1), 2: 0.9 * model.seconds(1), 4: 0.9 * model.seconds(1)}
     assert largest_worthwhile(model, worse, 8, 0.6, weak=False, can_run=bool) == 1
+    # of the numbers that the training may have, the largest is looked at first
+    asked: list[int] = []
+    largest_worthwhile(
+        model, {1: 1.0}, 10**5, 0.5, weak=False, can_run=lambda n: bool(asked.append(n)) or n < 11
+    )
+    assert asked == [11, 10]
     # 11 nodes cannot be given equal parts of 64 samples
     divides = lambda nodes: 64 % nodes == 0  # noqa: E731
     assert largest_worthwhile(model, {1: 1.0}, 100, 0.5, weak=False, can_run=divides) == 8

@@ -12,7 +12,7 @@ import pytest
 from hpc_train.planning.predict import rounds_of_messages
 from hpc_train.scaling.charts import LEFT, RIGHT, WIDTH, phase_chart
 from hpc_train.scaling.page import page
-from hpc_train.scaling.paragraph import paragraph, worthwhile
+from hpc_train.scaling.paragraph import in_digits, paragraph, worthwhile
 from hpc_train.scaling.summary import as_csv, figures_of, time_points
 from tests.scaling.studies import measured
 
@@ -241,3 +241,18 @@ def test_the_axis_of_the_phases_has_round_times(seconds, ticks):
     figures = figures_of([measured(1, seconds)], weak=False, **LIMITS)
     labels = re.findall(r'text-anchor="end">([^<]*)</text>', str(phase_chart(figures)))
     assert labels == ticks
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (999.4, "999"),
+        (999.6, "1,000"),
+        (12345.6, "12,346"),
+        (1e-5, "0.00001"),
+        (0.012345, "0.0123"),
+        (0.0, "0"),
+    ],
+)
+def test_numbers_have_three_digits_and_no_exponent(value, text):
+    assert in_digits(value) == text

@@ -39,7 +39,8 @@ class Dealing(Generic[R]):
     def __init__(self, preparation: Preparation[R], rank: int = 0, size: int = 1) -> None:
         self.preparation, self.rank, self.size = preparation, rank, size
         self.scratch = preparation.attempt / f"rank-{rank}"
-        self._taken = set(preparation.finished)
+        finished = preparation.finished
+        self._share([one for one in preparation.portions if one.name not in finished])
         self._claim: int | None = None
         self._done = 0
         self._told = self._begin = time.monotonic()
@@ -52,21 +53,27 @@ class Dealing(Generic[R]):
         """
         self.close()
         attempt = self.preparation.attempt
-        while True:
-            names = {path.name for path in attempt.iterdir()}
-            if FAILED_FILE in names:
-                raise AbandonedError
-            self._taken.update(names)
-            free = [one for one in self.preparation.portions if one.name not in self._taken]
-            if not free:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        while not (attempt / FAILED_FILE).exists():
+            if not self._free:
                 return None
-            portion = free[self.rank * len(free) // self.size]
-            self._taken.add(portion.name)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with suppress(FileExistsError):
+            portion = self._free.pop(self._next % len(self._free))
+            try:
                 self._claim = os.open(attempt / portion.name, flags, 0o666)
+            except FileExistsError:  # this rank's share ends here
+                taken = {path.name for path in attempt.iterdir()}
+                self._share([one for one in self._free if one.name not in taken])
+            else:
                 self._done = 0
                 return portion
+        raise AbandonedError
+
+    def _share(self, free: list[ShardPortion]) -> None:
+        """Divide portions that may be free among the ranks. Each takes those of its share first.
+
+        The folder of what is taken is listed only when a share ends: there may be many portions.
+        """
+        self._free, self._next = free, self.rank * len(free) // self.size
 
     def tell(self, nbytes: int) -> None:
         """Count bytes that this rank has read. Every few seconds, tell of it.

@@ -7,9 +7,10 @@ import io
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -278,3 +279,28 @@ def _files_in(given: Path) -> Iterator[Path]:
 def _refuse(error: OSError) -> None:
     with reading_from(str(error.filename)):
         raise error
+
+
+def each_once(paths: Iterable[Path], *, tell: bool = True) -> list[Path]:
+    """The paths of different files, in their order. A file keeps a path that is no link, if any.
+
+    Args:
+        paths: paths of files.
+        tell: whether to log how many paths were left out.
+    """
+    every = [*dict.fromkeys(paths)]
+    links = {path for path in every if path.is_symlink()}
+    real_folder = cache(os.path.realpath)  # it asks for each folder above
+    kept: dict[str, Path] = {}
+    for path in sorted(every, key=links.__contains__):
+        real = (
+            os.path.realpath(path) if path in links else f"{real_folder(path.parent)}/{path.name}"
+        )
+        kept.setdefault(real, path)
+    chosen = {*kept.values()}
+    left_out = [path for path in every if path not in chosen]
+    if left_out and tell:
+        count = plural(len(left_out), "path to a file", "paths to files")
+        shown = ", ".join(map(str, left_out[:NAMES_LOGGED]))
+        logger.info("left out %s that other paths lead to, too: %s", count, shown)
+    return [path for path in every if path in chosen]

@@ -127,15 +127,37 @@ def writing_to(target: Path) -> Iterator[None]:
 def check_target(target: Path) -> None:
     """Make sure that a data folder is still to be made.
 
+    If it is complete, what a preparation that was killed at its very end has left is removed.
+
     Raises:
         DataError: there is something at its place, also a link: a new folder cannot replace it.
     """
+    if target.name in ("", ".."):
+        raise DataError(f"--out {target} is no name of a new folder", "give a name")
     if target.is_symlink():
         raise DataError(
             f"{target} is a link", f"give {os.path.realpath(target)}, to which it leads"
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError(f"{target} exists already", "give another --out, or delete it first")
+        complete = (target / FILE_NAME).is_file()
+        if complete or target.is_file():
+            _remove_left(target)
+        raise DataError(
+            f"{target} exists already{', and is complete' * complete}",
+            "give another --out, or delete it first",
+        )
+
+
+def _remove_left(target: Path) -> None:
+    """Remove the partial folder of what is there already, unless a process holds it."""
+    if _partial_of(target).is_dir():
+        with suppress(DataError, OSError), locked_partial(target) as root:
+            logger.info("%s is left of an earlier start, and is removed", root)
+            shutil.rmtree(root)
+
+
+def _partial_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
 
 
 def check_outside(out: str | Path, paths: Sequence[str | Path], use: str) -> None:
@@ -178,7 +200,7 @@ def locked_partial(target: Path) -> Iterator[Path]:
         DataError: another process holds it.
         OSError: it cannot be written.
     """
-    root = target.with_name(f".{target.name}.partial")
+    root = _partial_of(target)
     descriptor = _lock(root, target)
     try:
         os.truncate(descriptor, 0)
@@ -241,7 +263,7 @@ def publish(shards: Path, target: Path, manifest: str) -> None:
     with suppress(FileNotFoundError):
         target.rmdir()  # an empty folder of that name is fine
     files.rename(shards, target)
-    shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)
+    shutil.rmtree(_partial_of(target), ignore_errors=True)
 
 
 def _lock(root: Path, target: Path) -> int:

@@ -28,6 +28,7 @@ from hpc_train.data.prepare.inputs import (
     Tell,
     TokenRecipe,
     decompressed,
+    each_once,
     files_at,
     opened_input,
     opened_text,
@@ -47,7 +48,8 @@ SNIFFERS = 8  # threads; a file system over a network takes milliseconds to open
 def list_texts(paths: Sequence[str | Path]) -> list[InputFile]:
     """All files among files and in folders, sorted by a hash of their names. None is opened.
 
-    In folders, what has a name with a dot at its beginning is left out.
+    In folders, what has a name with a dot at its beginning is left out. A file to which several
+    paths lead is there once.
 
     Raises:
         DataError: a path does not exist, or a folder cannot be read.
@@ -56,7 +58,8 @@ def list_texts(paths: Sequence[str | Path]) -> list[InputFile]:
     for given in map(Path, paths):
         found.update((path, str(path.relative_to(given))) for path in files_at(given, "text"))
     order = sorted(
-        found, key=lambda path: (xxhash.xxh3_64_intdigest(os.fsencode(found[path])), path)
+        each_once(found),
+        key=lambda path: (xxhash.xxh3_64_intdigest(os.fsencode(found[path])), path),
     )
     return [_listed(path) for path in order]
 

@@ -92,7 +92,7 @@ def from_different(
     codes = np.asarray(codes, np.int32)
     raw: npt.NDArray[np.float64] | Categories
     if kind == "categorical":
-        raw = _categories(texts, codes)
+        raw = merged_categories(texts, codes)
     else:
         number = _seconds if kind == "date" else _number
         numbers = np.full(count + 1, np.nan)
@@ -151,7 +151,7 @@ def _to_seconds(whole: np.ndarray, unit: str) -> npt.NDArray[np.float64]:
     return seconds
 
 
-def _categories(texts: Sequence[str | None], codes: npt.NDArray[np.int32]) -> Categories:
+def merged_categories(texts: Sequence[str | None], codes: npt.NDArray[np.int32]) -> Categories:
     """Categories of texts. Some of the texts may be equal."""
     places: dict[str, int] = {}
     new = [-1 if text is None else places.setdefault(text, len(places)) for text in texts]

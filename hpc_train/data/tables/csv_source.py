@@ -11,6 +11,7 @@ import csv
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from hpc_train.data.prepare.foreign import import_pyarrow
 from hpc_train.data.prepare.inputs import reading_from
 from hpc_train.data.tables.conversion import (
     CAUSES,
+    EPOCH,
     FIELDS,
     QUOTES,
     ColumnValues,
@@ -58,6 +60,7 @@ from hpc_train.errors import DataError
 
 CSV_INDEX = "__index_level_0__"  # as in Parquet: the index that pandas writes without a name
 BOM = b"\xef\xbb\xbf"
+FIRST_DATE = (datetime.min.replace(tzinfo=UTC) - EPOCH) // timedelta(microseconds=1)
 ENDLESS = 1 << 62  # an end behind that of any file
 MEND = "mend the file, or leave such rows out by --wrong_rows count"
 MEND_QUOTES = (
@@ -227,9 +230,11 @@ class _Parser:
         if readable and b"\0" not in block:
             try:
                 table = self.parse(block, self.types, skip)
-                return table.num_rows, self._columns(table), skipped
+                if not any(map(_is_early, table.itercolumns())):
+                    return table.num_rows, self._columns(table), skipped
             except self.pa.ArrowInvalid:
-                skipped.clear()
+                pass
+            skipped.clear()
         if not readable:  # pyarrow cannot tell of rows that are not UTF-8
             block = block.decode("latin-1").encode("utf-8")
         table = self.parse(block, dict.fromkeys(self.kinds, self.bytes), skip)
@@ -275,9 +280,10 @@ class _Parser:
         """An array of texts as the first Arrow type that suits all of them; None: none does."""
         for one in self.suiting[kind]:
             try:
-                return array.dictionary_decode().cast(self.pa.string()).cast(one)
+                found = array.dictionary_decode().cast(self.pa.string()).cast(one)
             except self.pa.ArrowInvalid:
                 continue
+            return None if _is_early(found) else found
         return None
 
 
@@ -344,6 +350,20 @@ class _Block:
         place = record_begin(self.block, number - first, quoted_newlines=quoted)
         line = line_at(self.portion.file, self.place) + count_lines(self.block[:place])
         return f"{self.portion.file.path}, line {line}"
+
+
+def _is_early(array: Any) -> bool:
+    """Whether an Arrow array has a date before the year 1, which Arrow takes and Python does not.
+
+    Each date is then looked at as a text, so that it does not matter what else is in its block.
+    """
+    import pyarrow as pa
+    import pyarrow.compute
+
+    if not pa.types.is_timestamp(array.type):
+        return False
+    least = pyarrow.compute.min(array.cast(pa.int64())).as_py()
+    return least is not None and least < FIRST_DATE
 
 
 def _is_utf8(block: bytes) -> bool:

@@ -28,9 +28,8 @@ from hpc_train.data.tables.statistics import (
     check_classes,
     ranked,
     smallest,
-    summary_of,
 )
-from hpc_train.data.tables.targets import class_order
+from hpc_train.data.tables.targets import class_order, classes_alike
 from hpc_train.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ def scaled_feature(
             "divide them, give --scaling robust if a few are so large, or give the column another "
             "kind in the schema",
         )
-    scale = scale or 1.0
+    scale = scale or summary.most - summary.least  # the squares of tiny numbers are 0
     levels = np.linspace(0, 1, options.bins + 1)[1:-1]
     with np.errstate(over="ignore", invalid="ignore"):
         inner = np.quantile(sample, levels) if len(sample) else np.empty(0)
@@ -125,6 +124,7 @@ def fix_features(
     options: FeatureOptions,
     trees: Sequence[Any],
     opened: Callable[[int], BinaryIO],
+    summaries: Sequence[NumberSummary],
 ) -> TableFeatures:
     """Make the features of a table.
 
@@ -133,25 +133,24 @@ def fix_features(
         options: how features are made.
         trees: what `PortionStatistics.write` returned, for all portions in their order.
         opened: opens the file that it wrote for a portion.
+        summaries: what `summaries_of` makes of both.
 
     Raises:
         DataError: no feature differs between training rows, or the target cannot be learned.
     """
-    target = _target(schema, trees)
+    target = _target(schema, trees, summaries[len(candidate_features(schema)) :])
     found: dict[str, NumericFeature | CategoricalFeature | None] = {}
     candidates = candidate_features(schema)
     for first in range(0, len(candidates), SAMPLES_TOGETHER):
         places = range(first, min(first + SAMPLES_TOGETHER, len(candidates)))
         for place, sample in zip(places, _samples(trees, opened, places), strict=True):
-            summary = summary_of(tree["numbers"][place] for tree in trees)
             candidate = candidates[place]
-            found[candidate.name] = scaled_feature(candidate, summary, sample, options)
+            found[candidate.name] = scaled_feature(candidate, summaries[place], sample, options)
     names = [column.name for column in schema.features if column.kind == "categorical"]
     for first in range(0, len(names), COUNTS_TOGETHER):
-        group = names[first : first + COUNTS_TOGETHER]
-        for name, counts in _counts(trees, opened, group).items():
-            missing = sum(tree["texts"][name][1] for tree in trees)
-            rows = sum(tree["rows"][0] for tree in trees)
+        places = range(first, min(first + COUNTS_TOGETHER, len(names)))
+        for place, (counts, missing) in zip(places, _counts(trees, opened, places), strict=True):
+            name, rows = names[place], sum(tree["rows"][0] for tree in trees)
             found[name] = _categorical(name, counts, missing, rows, options)
     dropped = [name for name, made in found.items() if made is None]
     if dropped:
@@ -178,23 +177,27 @@ def _samples(
     for number, tree in enumerate(trees):
         with opened(number) as file:
             hashes.append(read_array(file, tree["hashes"]))
+            begins = read_array(file, tree["samples"]).tolist()
             for parts, place in zip(values, places, strict=True):
-                parts.append(read_array(file, tree["numbers"][place][3]))
+                parts.append(read_array(file, begins[place]))
     kept = smallest(np.concatenate(hashes))
     samples = (np.concatenate(parts)[kept] for parts in values)
     return [sample[~np.isnan(sample)] for sample in samples]
 
 
 def _counts(
-    trees: Sequence[Any], opened: Callable[[int], BinaryIO], names: Sequence[str]
-) -> dict[str, dict[str, int]]:
-    """The counts of the texts of some categorical columns."""
-    counts: dict[str, dict[str, int]] = {name: {} for name in names}
+    trees: Sequence[Any], opened: Callable[[int], BinaryIO], places: Sequence[int]
+) -> list[tuple[dict[str, int], int]]:
+    """The counts of the texts of some categorical columns, and how many are missing."""
+    found: list[tuple[dict[str, int], int]] = [({}, 0) for _ in places]
     for number, tree in enumerate(trees):
         with opened(number) as file:
-            for name in names:
-                counts[name] = add_counts(counts[name], file, tree["texts"][name][0])
-    return counts
+            rows = read_array(file, tree["texts"]).tolist()
+            found = [
+                (add_counts(counts, file, rows[place][0]), missing + rows[place][1])
+                for (counts, missing), place in zip(found, places, strict=True)
+            ]
+    return found
 
 
 def _categorical(
@@ -209,19 +212,18 @@ def _categorical(
     return CategoricalFeature(name=name, categories=tuple(categories), shares=tuple(shares))
 
 
-def _target(schema: TableSchema, trees: Sequence[Any]) -> TargetValues | None:
+def _target(
+    schema: TableSchema, trees: Sequence[Any], summaries: Sequence[NumberSummary]
+) -> TargetValues | None:
     rows = sum(tree["rows"][0] for tree in trees)
     if schema.task == "none":
         return None
     if schema.task == "classification":
         return _classes(schema, trees, rows)
-    summaries = [
-        summary_of(tree["targets"][place] for tree in trees) for place in range(len(schema.targets))
-    ]
     if schema.task == "multilabel":
-        shares = tuple(one.mean for one in summaries)
+        shares = tuple(one.mean for one in summaries[: len(schema.targets)])
         return TargetValues(task="multilabel", names=schema.targets, shares=shares)
-    [one] = summaries
+    one = summaries[0]
     if not math.isfinite(one.std):
         raise DataError(
             f"the numbers of {schema.targets[0]} are so large, up to {_largest(one):g}, that their "
@@ -251,5 +253,13 @@ def _classes(schema: TableSchema, trees: Sequence[Any], rows: int) -> TargetValu
             "give rows with two classes or more",
         )
     classes = class_order(counts)
+    if groups := classes_alike(classes):
+        told = "; ".join(" and ".join(map(repr, texts)) for texts in groups[:SHOWN_NAMES])
+        logger.warning(
+            "the target %s has classes that differ only in how they are written: %s; if they are "
+            "the same, write them alike in all files",
+            name,
+            told,
+        )
     shares = tuple(counts[one] / rows for one in classes)
     return TargetValues(task="classification", names=(name,), classes=classes, shares=shares)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.data.prepare.inputs import COMPRESSED, files_at, reading_from
+from hpc_train.data.prepare.inputs import COMPRESSED, each_once, files_at, reading_from
 from hpc_train.data.tables.array_source import array_columns, cut_arrays, read_array_rows
 from hpc_train.data.tables.csv_source import count_quotes as count_quotes
 from hpc_train.data.tables.csv_source import csv_columns, cut_csv, read_csv_rows
@@ -44,7 +44,8 @@ def list_tables(paths: Sequence[str | Path], *, tell: bool = False) -> list[Tabl
     """The files of a table among files and in folders, in the order of their paths.
 
     In folders, files with other endings than those of tables are left out, and so is what has a
-    name with a dot at its beginning. One rank calls it.
+    name with a dot at its beginning. A file to which several paths lead is there once. One rank
+    calls it.
 
     Args:
         paths: files and folders.
@@ -75,7 +76,7 @@ def list_tables(paths: Sequence[str | Path], *, tell: bool = False) -> list[Tabl
             skipped, "file that is no table by its name", "files that are no tables by their names"
         )
         logger.info("skipped %s", told)
-    return [_listed(path, form) for path, form in found.items()]
+    return [_listed(path, found[path]) for path in each_once(found, tell=tell)]
 
 
 def _format(path: Path) -> TableFormat | None:

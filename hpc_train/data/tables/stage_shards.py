@@ -42,7 +42,12 @@ from hpc_train.data.tables.stages import (
     portion_of_row,
     stage_entries,
 )
-from hpc_train.data.tables.statistics import PortionStatistics, sampled_share, smallest, summary_of
+from hpc_train.data.tables.statistics import (
+    PortionStatistics,
+    sampled_share,
+    smallest,
+    summaries_of,
+)
 from hpc_train.data.tables.table_manifest import (
     UNKNOWN_CLASS,
     TableManifest,
@@ -180,8 +185,9 @@ def begin_shards(request: TableRequest, folder: Path) -> Preparation[RowsRecipe]
 
     trees = [entry["statistics"] for entry in entries]
     _check_rows(folder, trees)
-    features = fix_features(request.schema, request.options.features, trees, opened)
-    weights = summary_of(tree["weights"] for tree in trees)
+    summaries = summaries_of(trees, opened)
+    features = fix_features(request.schema, request.options.features, trees, opened, summaries)
+    weights = summaries[-1]
     if request.schema.weight is not None and not weights.mean > 0:
         raise DataError("the weights of all training rows are 0", "give other weights")
     earlier = _recipe(request, folder, entries, [])

@@ -16,7 +16,7 @@ that the result has the same bits on any number of ranks. Memory is bounded:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -180,34 +180,32 @@ class PortionStatistics:
             self.weights.add(own[self.schema.weight])
 
     def write(self, file: BinaryIO) -> dict[str, Any]:
-        """Write samples and counts of texts to a file.
+        """Write what there is of each column to a file.
 
         Returns:
-            The other numbers, and places in the file, as JSON values.
+            The other numbers, and places in the file, as JSON values. They are few, because rank 0
+            has those of all portions in memory.
         """
         hashes = np.concatenate([*self.hashes, np.empty(0, np.uint64)])
-        tree: dict[str, Any] = {
-            "rows": self.rows.tolist(),
-            "hashes": write_array(file, hashes),
-            "numbers": [_number_tree(one, file) for one in self.numbers],
-            "texts": {},
-            "targets": [_number_tree(one) for one in self.targets],
-            "weights": _number_tree(self.weights),
-            "classes": self.classes,
-        }
+        begin = write_array(file, hashes)
+        samples = [
+            write_array(file, np.concatenate([*one.sample, np.empty(0)])) for one in self.numbers
+        ]
+        texts = []
         for name, every in self.texts.items():
             counts = only_largest(every, COUNTED_TEXTS)
-            place = write_texts(file, [*counts])
+            texts.append([write_texts(file, [*counts]), self.missing[name]])
             write_array(file, np.array([*counts.values()], np.int64))
-            tree["texts"][name] = [place, self.missing[name]]
-        return tree
-
-
-def _number_tree(column: NumberColumn, file: BinaryIO | None = None) -> list[Any]:
-    moments = list(together(column.moments))
-    least, most = (column.least, column.most) if moments[0] else (0.0, 0.0)
-    place = write_array(file, np.concatenate([*column.sample, np.empty(0)])) if file else -1
-    return [moments, least, most, place]
+        columns = [*self.numbers, *self.targets, self.weights]
+        rows = [[*together(one.moments), one.least, one.most] for one in columns]
+        return {
+            "rows": self.rows.tolist(),
+            "classes": self.classes,
+            "hashes": begin,
+            "samples": write_array(file, np.array(samples, np.int64)),
+            "texts": write_array(file, np.array(texts, np.int64).reshape(-1, 2)),
+            "numbers": write_array(file, np.array(rows, np.float64)),
+        }
 
 
 def _count(counts: dict[str, int], values: Categories) -> None:
@@ -238,20 +236,34 @@ class NumberSummary:
     most: float
 
 
-def summary_of(trees: Iterable[Sequence[Any]]) -> NumberSummary:
-    """The numbers of all portions together, from what `PortionStatistics.write` returned."""
-    every = [*trees]
-    with np.errstate(over="ignore", invalid="ignore"):
-        count, mean, squares, missing = together(tuple(tree[0]) for tree in every)
-    some = [tree for tree in every if tree[0][0]]
-    return NumberSummary(
-        count,
-        missing,
-        mean,
-        math.sqrt(squares / count) if count else 0.0,
-        min((tree[1] for tree in some), default=0.0),
-        max((tree[2] for tree in some), default=0.0),
-    )
+def summaries_of(
+    trees: Sequence[Any], opened: Callable[[int], BinaryIO]
+) -> tuple[NumberSummary, ...]:
+    """The numbers of all portions together: of each feature, each target and the weights.
+
+    Args:
+        trees: what `PortionStatistics.write` returned, for all portions in their order.
+        opened: opens the file that it wrote for a portion.
+    """
+    every: list[tuple[Moments, float, float]] = []
+    for number, tree in enumerate(trees):
+        with opened(number) as file:
+            rows = read_array(file, tree["numbers"]).tolist()
+        every = every or [((0, 0.0, 0.0, 0), math.inf, -math.inf)] * len(rows)
+        every = [
+            (together([before, tuple(moments)]), min(least, own_least), max(most, own_most))
+            for (before, least, most), (*moments, own_least, own_most) in zip(
+                every, rows, strict=True
+            )
+        ]
+    return tuple(_summary(*one) for one in every)
+
+
+def _summary(moments: Moments, least: float, most: float) -> NumberSummary:
+    count, mean, squares, missing = moments
+    if not count:
+        return NumberSummary(0, int(missing), 0.0, 0.0, 0.0, 0.0)
+    return NumberSummary(int(count), int(missing), mean, math.sqrt(squares / count), least, most)
 
 
 def add_counts(counts: dict[str, int], file: BinaryIO, place: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ from hpc_train.data.tables.sources import list_tables
 from hpc_train.data.tables.table_files import PORTION_BYTES, TableFile, WrongPolicy
 from hpc_train.errors import DataError
 
-TABLE_PLAN = 3  # a higher one, after the plan or the rows have changed, continues no older plan
+TABLE_PLAN = 4  # a higher one, after the plan or the rows have changed, continues no older plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
+from hpc_train.data.tables.conversion import TRUTH, merged_categories
 from hpc_train.data.tables.features import (
     FIRST_CODE,
     Categories,
@@ -43,6 +44,35 @@ def class_order(texts: Iterable[str]) -> tuple[str, ...]:
     with suppress(ValueError):
         return tuple(sorted(every, key=float))
     return tuple(every)
+
+
+def classes_alike(texts: Iterable[str]) -> list[list[str]]:
+    """Which texts differ only in case, in blanks around them, or in how a number is written."""
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        key = text.strip().casefold()
+        with suppress(ValueError):
+            key = class_text(float(key))
+        found.setdefault(key, []).append(text)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def truth_as_classes(values: np.ndarray | Categories, classes: Sequence[str]) -> Categories:
+    """The classes of rows, with truth values spelled as the known classes are.
+
+    A csv file's text stays as it is, such as true, but a truth value of Parquet is called True.
+
+    Args:
+        values: float64 (N,), or texts.
+        classes: the known classes.
+    """
+    given = class_texts(values)
+    known = {text.lower(): text for text in classes if text.lower() in TRUTH}
+    own = {*known.values()}
+    texts = [
+        text if text in own else known.get(text.strip().lower(), text) for text in given.values
+    ]
+    return merged_categories(texts, given.codes)
 
 
 def encode_target(
