@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import queue
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -264,7 +265,7 @@ class Loader:
         self._places.put(None)
         if isinstance(item, BaseException):
             if not isinstance(item, HpcTrainError):  # such as a connection that has broken
-                self._check_workers(number, DATA_SET_PATIENCE)
+                self._check_workers(number, failed=True)
             raise item
         if isinstance(item, Step):
             return item
@@ -278,12 +279,20 @@ class Loader:
         self._looked.set()
         return step
 
-    def _check_workers(self, number: int, timeout: float = 0.0) -> None:
-        if self._processes is not None and (how := self._processes.dead(timeout)):
-            raise RankError(
-                f"a worker that read samples of step {number} or a later one ended with {how}",
-                "if memory was short, use fewer workers",
-            )
+    def _check_workers(self, number: int, *, failed: bool = False) -> None:
+        """Raise an error if a worker has ended; if reading has `failed`, only if that is why."""
+        if self._processes is None:
+            return
+        code = self._processes.dead(DATA_SET_PATIENCE if failed else 0.0)
+        if code is None or (failed and code == 0):
+            return
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        raise RankError(
+            f"a worker that read samples of step {number} or a later one ended with {how}",
+            "if memory was short, use fewer workers"
+            if -code in (signal.SIGKILL, signal.SIGBUS)
+            else "the output of its rank may say why",
+        )
 
     def _indices_of(self, number: int) -> list[np.ndarray]:
         """The samples of a step's parts. Tells the data set which ones it will read later."""

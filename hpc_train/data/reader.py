@@ -188,7 +188,7 @@ class Reader:
         """Let an error in reading name the sample and what it belongs to, such as "step 3"."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             with suppress(Exception):  # a user's own error may refuse notes
                 error.add_note(ReadNote(f"{self.place} of {of}"))
             raise
