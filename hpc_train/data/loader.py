@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import queue
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from hpc_train.data.fork_server import why_no_processes
+from hpc_train.data.methods import ahead_of
 from hpc_train.data.order import SampleOrder, samples_said
 from hpc_train.data.pinned import pinned
 from hpc_train.data.reader import Reader
 from hpc_train.data.workers import Processes, Task, Threads
-from hpc_train.errors import ConfigError, HpcTrainError, RankError, UserError, plural
+from hpc_train.errors import ConfigError, HpcTrainError, UserError, plural
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ class Loader:
         self._places.put(None)
         if isinstance(item, BaseException):
             if not isinstance(item, HpcTrainError):  # such as a connection that has broken
-                self._check_workers(number, failed=True)
+                self._check_workers(number, item)
             raise item
         if isinstance(item, Step):
             return item
@@ -279,20 +279,9 @@ class Loader:
         self._looked.set()
         return step
 
-    def _check_workers(self, number: int, *, failed: bool = False) -> None:
-        """Raise an error if a worker has ended; if reading has `failed`, only if that is why."""
-        if self._processes is None:
-            return
-        code = self._processes.dead(DATA_SET_PATIENCE if failed else 0.0)
-        if code is None or (failed and code == 0):
-            return
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        raise RankError(
-            f"a worker that read samples of step {number} or a later one ended with {how}",
-            "if memory was short, use fewer workers"
-            if -code in (signal.SIGKILL, signal.SIGBUS)
-            else "the output of its rank may say why",
-        )
+    def _check_workers(self, number: int, error: BaseException | None = None) -> None:
+        if self._processes is not None:
+            self._processes.check(number, error, DATA_SET_PATIENCE if error else 0.0)
 
     def _indices_of(self, number: int) -> list[np.ndarray]:
         """The samples of a step's parts. Tells the data set which ones it will read later."""
@@ -301,7 +290,7 @@ class Loader:
             return [self._of_part(step, part) for part in self.parts_of(step)]
 
         indices = self._indices.pop(number, None) or compute(number)
-        ahead = getattr(self.reader.dataset, "ahead", None)
+        ahead = ahead_of(self.reader.dataset)
         if ahead is not None:
             samples = sum(part.count for part in self.parts_of(number))
             distance = samples_said(self.reader.dataset, "samples_ahead")

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hpc_train.data.generators import Generator, of_gpu, of_process, own, seedings
 from hpc_train.data.leaves import leaves
+from hpc_train.data.methods import fetch_of, gives_several
 from hpc_train.data.mixture import Mixture, datasets_in
 from hpc_train.errors import ReadNote, UserError
 from hpc_train.seeds import mix
@@ -39,7 +40,8 @@ class Reader:
     Args:
         dataset: either has `dataset.fetch(indices)`, which returns a batch, or is a map-style data
             set of torch. Then `dataset[i]` returns a sample, and torch's `default_collate` makes
-            the batch. A method `__getitems__` of its class returns a list of samples.
+            the batch. A method `__getitems__` of its class returns a list of samples. A class below
+            with a `__getitem__` of its own has neither.
         lock: held while the reader reads. Readers whose data sets share state share a lock.
         collate_fn: makes a batch of a list of samples, in place of `default_collate`.
 
@@ -58,7 +60,7 @@ class Reader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         check_by_number(dataset)
-        if collate_fn is not None and hasattr(dataset, "fetch"):
+        if collate_fn is not None and fetch_of(dataset) is not None:
             raise UserError(
                 "the data set has `fetch`, which returns whole batches, so it takes no collate_fn",
                 "leave one of them out",
@@ -68,8 +70,8 @@ class Reader:
         self.lock = lock or threading.RLock()
         self.place = "a batch"
         self.drawn: set[str] = set()
-        self._gives_several = _gives_several(dataset)
-        self._fetch = getattr(dataset, "fetch", None)
+        self._gives_several = gives_several(dataset)
+        self._fetch = fetch_of(dataset)
         if collate_fn is None and _is_plain(dataset):
             self._fetch = self._rows
         self._shared = of_process()
@@ -296,7 +298,7 @@ def check_by_number(dataset: Any) -> None:
 def _is_by_number(dataset: Any) -> bool:
     # An IterableDataset has `__getitem__` of torch's Dataset, which always fails.
     by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-    return dataset is None or by_number or hasattr(dataset, "fetch")
+    return dataset is None or by_number or fetch_of(dataset) is not None
 
 
 def _is_plain(dataset: Any) -> bool:
@@ -305,19 +307,6 @@ def _is_plain(dataset: Any) -> bool:
         type(one) is Tensor and one.layout is torch.strided and one.is_contiguous()
         for one in dataset.tensors
     )
-
-
-def _gives_several(dataset: Any) -> bool:
-    """Whether a data set's class has `__getitems__`, and no class below it changes single samples.
-
-    torch's DataLoader would leave out what such a class does, or a wrapper by `__getattr__`.
-    """
-    for kind in type(dataset).__mro__:
-        if "__getitems__" in vars(kind):
-            return True
-        if "__getitem__" in vars(kind):
-            return False
-    return False
 
 
 def _may_draw(dataset: Any) -> bool:

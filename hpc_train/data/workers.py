@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import signal
 import threading
 import time
 import traceback
@@ -58,7 +59,7 @@ class _Micro(Dataset[bytes]):
             return pickle.dumps(error)
         except BaseException as error:  # noqa: BLE001  # raised where the step is asked for
             traceback.print_exc()
-            remedy = _many_files(error) or "its log has the worker's traceback"
+            remedy = MANY_FILES if _many_files(error) else "its log has the worker's traceback"
             return pickle.dumps(RankError(error_in_words(error), remedy))
 
     def _read(self, number: int, places: Sequence[int], indices: np.ndarray) -> bytes:
@@ -70,17 +71,15 @@ class _Micro(Dataset[bytes]):
             return bytes(ForkingPickler.dumps(read))
 
 
-def _many_files(error: BaseException) -> str:
-    """What to do about an error if too many files are open; else ""."""
-    signs = (os.strerror(errno.EMFILE), "items of ancdata")  # as `multiprocessing` says it
-    if not any(sign in str(error) for sign in signs):
-        return ""
-    return (
-        "each tensor that a worker sends is an open file, so raise `ulimit -n`, or let a "
-        "collate_fn put tensors together"
-    )
+def _many_files(error: BaseException) -> bool:
+    """Whether an error says that too many files are open, as the system or `multiprocessing`."""
+    return any(sign in str(error) for sign in (os.strerror(errno.EMFILE), "items of ancdata"))
 
 
+MANY_FILES = (
+    "each tensor that a worker sends is an open file, so raise `ulimit -n`, or let a collate_fn "
+    "put tensors together"
+)
 CODE_SECONDS = 2.0  # seconds to wait for the exit code of the worker that ended first
 
 
@@ -117,24 +116,41 @@ class Processes:
     def __iter__(self) -> Iterator[Any]:
         assert self._batches is not None
         for batch in self._batches:
-            try:
-                read = pickle.loads(batch)
-            except Exception as error:
-                if remedy := _many_files(error):
-                    raise RankError(error_in_words(error), remedy) from error
-                raise
+            read = pickle.loads(batch)
             if isinstance(read, HpcTrainError):
                 raise read
             if isinstance(read, Substituted) and self._substitutes is not None:
                 self._substitutes.tell(read.causes)  # the log is in this process
             yield read
 
-    def dead(self, timeout: float = 0.0) -> int | None:
-        """The exit code of a worker that has ended; as Python gives it, negative for a signal.
+    def check(self, number: int, error: BaseException | None = None, patience: float = 0.0) -> None:
+        """Raise an error if a worker has ended, or more files are open than may be.
 
-        Returns None if none ends within `timeout` seconds.
+        Args:
+            number: the step that is awaited, for the message.
+            error: what was raised here. Workers end with exit code 0 after it, which is no cause.
+            patience: for how many seconds a worker may be ending.
+
+        Raises:
+            RankError: a worker has ended, or `error` comes of open files.
         """
-        if not connection.wait([one.sentinel for one in self._workers], timeout):
+        code = self._code(patience)
+        if code is not None and (code or error is None):
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise RankError(
+                f"a worker that read samples of step {number} or a later one ended with {how}",
+                "if memory was short, use fewer workers"
+                if -code in (signal.SIGKILL, signal.SIGBUS)
+                else "the output of its rank may say why",
+            )
+        if error is not None and _many_files(error):
+            raise RankError(error_in_words(error), MANY_FILES) from error
+        if isinstance(error, EOFError):  # the thread of a worker that sends files cannot open one
+            raise RankError(f"a worker did not send a batch of step {number}", MANY_FILES)
+
+    def _code(self, patience: float) -> int | None:
+        """The exit code of a worker, if one ends within some seconds."""
+        if not connection.wait([one.sentinel for one in self._workers], patience):
             return None
         # When a worker is killed, DataLoader ends the others, whose exit code 0 may come first.
         codes: list[int] = []

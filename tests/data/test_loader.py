@@ -171,6 +171,19 @@ def test_a_data_set_that_does_not_say_how_far_ahead_it_is_told_is_refused(sample
     loader.close()
 
 
+class Forecasts(Numbers):
+    """Its attribute of the same name is something else."""
+
+    ahead, samples_ahead = 3, 8
+
+
+@pytest.mark.parametrize("dataset", [Forecasts(), Mixture([(Forecasts(), 1)])])
+def test_an_attribute_ahead_that_is_no_method_is_left_alone(dataset):
+    loader = Loader(dataset, SampleOrder(100, 4), cut(4, 1, 0), first_step=1, last_step=2)
+    assert len([*loader]) == 2
+    loader.close()
+
+
 class Pairs:
     """Sample i is the number i, in a batch with a substitute for the first sample."""
 

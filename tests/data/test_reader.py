@@ -15,10 +15,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import GivenUp, Loader, cut
+from hpc_train.data.mixture import Mixture
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
 from hpc_train.errors import UserError
@@ -496,10 +497,40 @@ class Wrapped:
         return getattr(self.dataset, name)
 
 
-@pytest.mark.parametrize("dataset", [Changed(since=100), Wrapped(Several(since=100))])
+class Whole(Noise):
+    """It gives whole batches."""
+
+    def fetch(self, indices):
+        return torch.stack([super(Whole, self).__getitem__(int(index)) for index in indices])
+
+
+class ChangedWhole(Whole):
+    """It changes single samples, and knows nothing of batches."""
+
+    def __getitem__(self, index):
+        return -super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Changed(since=100),
+        Wrapped(Several(since=100)),
+        ChangedWhole(since=100),
+        Wrapped(Whole(since=100)),
+        Mixture([(ChangedWhole(since=100), 1)]),
+    ],
+)
 def test_single_samples_that_a_class_changes_are_not_passed_over(dataset):
     expected = [-batch for batch in batches(Noise(since=100))]
     assert all(map(torch.equal, batches(dataset), expected))
+
+
+def test_a_class_that_has_fetch_beside_torchs_own_getitem_gives_batches():
+    class Mixed(Dataset, Whole):
+        pass
+
+    assert all(map(torch.equal, batches(Mixed(since=100)), batches(Noise(since=100))))
 
 
 def test_samples_that_are_given_at_once_draw_as_single_ones_do():
