@@ -209,7 +209,7 @@ class MixedOrder(SampleOrder):
     ) -> None:
         super().__init__(len(mixture), batch, seed=seed, shuffle=bool(shuffle))
         self.orders = [
-            SampleOrder.of(dataset, 1, seed=mix(seed, number), shuffle=shuffle)
+            SampleOrder.of(dataset, 1, seed=mix(self.seed, number), shuffle=shuffle)
             for number, dataset in enumerate(mixture.datasets)
         ]
         self.at_once *= len(self.orders)  # each of them computes its own part

@@ -23,7 +23,7 @@ from hpc_train.data.generators import Generator, of_gpu, of_process, own, seedin
 from hpc_train.data.leaves import leaves
 from hpc_train.data.methods import fetch_of, gives_several
 from hpc_train.data.mixture import Mixture, datasets_in
-from hpc_train.errors import ReadNote, UserError
+from hpc_train.errors import ReadNote, UserError, error_in_words, plural
 from hpc_train.seeds import mix
 
 logger = logging.getLogger(__name__)
@@ -223,20 +223,55 @@ class Reader:
                 return self._fetch(indices)
             numbers = [int(index) for index in indices]
             if self._gives_several and not used:
-                with suppress(Exception):  # raised again below, by a sample that has a number
-                    return self.dataset.__getitems__(numbers)
-            samples = []
-            for place, index in enumerate(numbers):
-                if used and seed_of is not None:
-                    seed = seed_of(place)
-                    for stream, generator in used:
-                        generator.seed(mix(seed, stream))
-                self.place = f"sample {index}"
-                samples.append(self.dataset[index])
-            self.place = "a batch"
-            return samples
+                return self._several(numbers)
+            return self._singly(numbers, seed_of, used)
         except ENDING as error:
             raise RuntimeError(f"the data set raised {error!r}") from error
+
+    def _several(self, numbers: list[int]) -> Any:
+        """A list of samples from `__getitems__`. If that fails, single ones tell which cannot."""
+        try:
+            samples = self.dataset.__getitems__(numbers)
+        except Exception as error:  # noqa: BLE001  # whatever somebody's data set raises
+            failure = error
+        else:
+            if hasattr(samples, "__len__") and len(samples) != len(numbers):
+                raise UserError(
+                    f"`__getitems__` of the data set gave {plural(len(samples), 'sample')} for "
+                    f"{plural(len(numbers), 'number')}",
+                    "let it give one for each",
+                )
+            return samples
+        try:
+            singly = self._singly(numbers, None, [])
+        except NotImplementedError:  # as of torch's Dataset: there are no single ones
+            self.place = "a batch"
+            raise failure from None
+        except Exception as error:
+            raise error from failure
+        self._gives_several = False
+        logger.warning(
+            "`__getitems__` of the data set fails (%s), so its samples are read one by one",
+            error_in_words(failure),
+        )
+        return singly
+
+    def _singly(
+        self,
+        numbers: list[int],
+        seed_of: Callable[[int], int] | None,
+        used: Sequence[tuple[int, Generator]],
+    ) -> list[Any]:
+        samples = []
+        for place, index in enumerate(numbers):
+            if used and seed_of is not None:
+                seed = seed_of(place)
+                for stream, generator in used:
+                    generator.seed(mix(seed, stream))
+            self.place = f"sample {index}"
+            samples.append(self.dataset[index])
+        self.place = "a batch"
+        return samples
 
     def _together(self, samples: Any) -> Any:
         if self._fetch is not None:

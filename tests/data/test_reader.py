@@ -544,6 +544,44 @@ def test_the_sample_that_cannot_be_read_is_named_among_several():
     assert reader.place == "sample 7"
 
 
+class OnlySeveral(Dataset):
+    """It has no single samples."""
+
+    def __init__(self, several):
+        self.several = several
+
+    def __len__(self):
+        return 8
+
+    def __getitems__(self, indices):
+        return self.several(indices)
+
+
+def broken(indices):
+    raise ValueError("the real cause")
+
+
+def test_an_error_of_several_samples_is_told_if_there_are_no_single_ones():
+    with pytest.raises(ValueError, match="the real cause"):
+        Reader(OnlySeveral(broken)).read_beside([1, 2])
+
+
+def test_several_samples_that_fail_where_single_ones_do_not_are_told_once(caplog):
+    class Both(OnlySeveral):
+        def __getitem__(self, index):
+            return index
+
+    Both.__getitems__ = OnlySeveral.__getitems__
+    reader = Reader(Both(broken))
+    assert [reader.read_beside([n, 1]).tolist() for n in range(2)] == [[0, 1], [1, 1]]
+    assert caplog.text.count("`__getitems__` of the data set fails (ValueError: the real") == 1
+
+
+def test_several_samples_must_be_as_many_as_were_asked_for():
+    with pytest.raises(UserError, match="gave 2 samples for 3 numbers: let it give one for each"):
+        Reader(OnlySeveral(lambda indices: [torch.ones(2)] * 2)).read_beside([1, 2, 3])
+
+
 def test_seeding_the_process_seeds_torch_as_torch_does():
     torch.manual_seed(2**40 + 7)
     expected = torch.rand(3)
