@@ -45,7 +45,7 @@ def train(model, optimizer, loop, epochs=2):
 
 
 def test_a_seed_may_be_of_numpy_and_is_told_if_it_is_no_number(tmp_path):
-    model, optimizer, loop = make(tmp_path)
+    _, _, loop = make(tmp_path)
     with pytest.raises(ConfigError, match=r"the seed is 1\.5: give a whole number"):
         [*loop.epochs(data(), batch=BATCH, epochs=1, seed=1.5)]
     for _, batches in loop.epochs(data(), batch=BATCH, epochs=1, seed=np.int64(3)):
