@@ -19,6 +19,11 @@ class _Copying(ForkingPickler):
     """
 
     def reducer_override(self, part: Any) -> Any:
+        if isinstance(part, torch.Tensor) and part.is_cuda and get_spawning_popen() is None:
+            return _on_device, (
+                part.detach().cpu(),
+                part.device,
+            )  # torch shares it with others only
         if not isinstance(part, torch.UntypedStorage) or part.device.type != "cpu":
             return NotImplemented
         if part.is_shared() and get_spawning_popen() is not None:
@@ -29,6 +34,10 @@ class _Copying(ForkingPickler):
 
 def _storage(content: np.ndarray) -> torch.UntypedStorage:
     return torch.from_numpy(content).clone().untyped_storage()
+
+
+def _on_device(content: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return content.to(device)
 
 
 def pickled(part: Any) -> bytes:

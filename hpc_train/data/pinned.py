@@ -47,7 +47,7 @@ def _like(data: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
         for key, value in items.items():
             before = data[key]
             made[key] = value
-            if data[key] is not before:  # the copy has its items where the batch has them
+            if value is not before and data[key] is value:  # the copy has the batch's own storage
                 made[key] = before
                 return items
         return made  # type: ignore[no-any-return]
