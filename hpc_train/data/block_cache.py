@@ -17,6 +17,7 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import threading
@@ -147,8 +148,9 @@ class BlockCache:
         return -1
 
     def _make(self, name: str, nbytes: int) -> None:
-        partial, folder = f".{name}.{os.getpid()}", self._folder
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        # Its own name, as copies of this object in other threads may make the same shard's copy.
+        partial, folder = f".{name}.{secrets.token_hex(8)}", self._folder
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(partial, flags, 0o600, dir_fd=folder)
         try:
             os.ftruncate(descriptor, nbytes)

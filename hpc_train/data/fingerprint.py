@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from hpc_train.data.leaves import leaves
+from hpc_train.data.methods import fetch_of
 from hpc_train.data.mixture import datasets_in
 from hpc_train.data.order import number_of_samples
+from hpc_train.data.pickled import pickled
 from hpc_train.data.reader import Reader
 from hpc_train.seeds import mix
 
@@ -45,8 +47,8 @@ def fingerprint(reader: Reader, *, copied: bool = False) -> Fingerprint:
         return []  # hashes of their own are compared
     with suppress(Exception):  # whatever somebody's data set raises
         last = number_of_samples(reader.dataset) - 1
-        dataset = pickle.loads(pickle.dumps(reader.dataset)) if copied else reader.dataset
-        whole = hasattr(dataset, "fetch") or type(dataset) is TensorDataset
+        dataset = pickle.loads(pickled(reader.dataset)) if copied else reader.dataset
+        whole = fetch_of(dataset) is not None or type(dataset) is TensorDataset
         samples = Reader(dataset, reader.lock, None if whole else _as_they_are)
         return [_of_sample(samples, number) for number in sorted({0, last // 2, last}) if last >= 0]
     return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
@@ -17,3 +18,16 @@ def leaves(data: Any) -> list[Any]:
     for leaf in tree_leaves(data):
         found += leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
     return found
+
+
+def fewer_rows(batch: Any, count: int) -> int:
+    """The rows of a batch that seems to lack some of its samples; 0 if it does not seem so.
+
+    All of its tensors then have as many rows, and none has a dimension of the number of samples.
+    One row may be a text that is packed of all samples.
+    """
+    shapes = [leaf.shape for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = {shape[0] for shape in shapes}
+    if len(rows) != 1 or any(count in shape for shape in shapes):
+        return 0
+    return rows.pop() if 1 < min(rows) < count else 0

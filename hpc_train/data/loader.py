@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from hpc_train.data.fork_server import why_no_processes
+from hpc_train.data.leaves import fewer_rows
+from hpc_train.data.methods import ahead_of
+from hpc_train.data.mixture import datasets_in
 from hpc_train.data.order import SampleOrder, samples_said
 from hpc_train.data.pinned import pinned
 from hpc_train.data.reader import Reader
 from hpc_train.data.workers import Processes, Task, Threads
-from hpc_train.errors import ConfigError, HpcTrainError, RankError, UserError, plural
+from hpc_train.errors import ConfigError, HpcTrainError, UserError, plural
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +186,7 @@ class Loader:
         self.give_up: Callable[[], bool] = lambda: False
         self.counted: Callable[[Any], int] | None = None
         self.pinned = False
+        self._lacking = False  # whether a batch seemed to lack samples
         self._stop = threading.Event()
         # `_places` holds one item for each free place. A queue.Queue of limited size is slower.
         self._queue: queue.SimpleQueue[Step | ReadHere | BaseException] = queue.SimpleQueue()
@@ -217,6 +221,14 @@ class Loader:
             yield step
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> None:
+        if any(
+            callable(getattr(one, "set_epoch", None)) for one in datasets_in(self.reader.dataset)
+        ):
+            logger.warning(
+                "the data set has a method set_epoch, and its samples are read ahead, so a call of "
+                "it changes later samples only, and none that workers read: set workers and "
+                "prefetch to 0 if samples depend on it"
+            )
         self._thread = threading.Thread(target=target, args=arguments, name="loader", daemon=True)
         self._thread.start()
 
@@ -264,7 +276,7 @@ class Loader:
         self._places.put(None)
         if isinstance(item, BaseException):
             if not isinstance(item, HpcTrainError):  # such as a connection that has broken
-                self._check_workers(number, DATA_SET_PATIENCE)
+                self._check_workers(number, item)
             raise item
         if isinstance(item, Step):
             return item
@@ -278,12 +290,9 @@ class Loader:
         self._looked.set()
         return step
 
-    def _check_workers(self, number: int, timeout: float = 0.0) -> None:
-        if self._processes is not None and (how := self._processes.dead(timeout)):
-            raise RankError(
-                f"a worker that read samples of step {number} or a later one ended with {how}",
-                "if memory was short, use fewer workers",
-            )
+    def _check_workers(self, number: int, error: BaseException | None = None) -> None:
+        if self._processes is not None:
+            self._processes.check(number, error, DATA_SET_PATIENCE if error else 0.0)
 
     def _indices_of(self, number: int) -> list[np.ndarray]:
         """The samples of a step's parts. Tells the data set which ones it will read later."""
@@ -292,7 +301,7 @@ class Loader:
             return [self._of_part(step, part) for part in self.parts_of(step)]
 
         indices = self._indices.pop(number, None) or compute(number)
-        ahead = getattr(self.reader.dataset, "ahead", None)
+        ahead = ahead_of(self.reader.dataset)
         if ahead is not None:
             samples = sum(part.count for part in self.parts_of(number))
             distance = samples_said(self.reader.dataset, "samples_ahead")
@@ -321,12 +330,24 @@ class Loader:
 
     def _step(self, number: int, data: Iterable[Any]) -> Step:
         micro_batches = [
-            MicroBatch(
-                part, pinned(batch) if self.pinned else batch, part.items(batch, self.counted)
-            )
+            self._micro_batch(part, batch)
             for part, batch in zip(self.parts_of(number), data, strict=True)
         ]
         return Step(number, self.order.epoch(number), micro_batches)
+
+    def _micro_batch(self, part: Part, batch: Any) -> MicroBatch:
+        look = self.counted is None and part.counted and not self._lacking
+        if look and (rows := fewer_rows(batch, part.count)):
+            self._lacking = True
+            logger.warning(
+                "a batch of %s has tensors of %s each, and its loss counts as the mean over all "
+                "samples: if samples are left out, let the data set give others instead, or give "
+                "a loop the option `counted`",
+                plural(part.count, "sample"),
+                plural(rows, "row"),
+            )
+        data = pinned(batch) if self.pinned else batch
+        return MicroBatch(part, data, part.items(batch, self.counted))
 
     def _tasks(self, numbers: Iterable[int]) -> Iterator[Task]:
         for number in numbers:

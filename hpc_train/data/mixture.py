@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hpc_train.data.lengths import lengths_of
+from hpc_train.data.methods import ahead_of, fetch_of
 from hpc_train.data.order import SampleOrder, number_of_samples
 from hpc_train.data.substitutes import Substituted, Substitutes
 from hpc_train.errors import ConfigError, UserError, plural
@@ -64,15 +65,15 @@ class Mixture:
         self.weights = [float(weight) for _, weight in parts]
         self.padding = padding
         self.quotas = quotas(self.weights)
-        self._batched = {hasattr(dataset, "fetch") for dataset in self.datasets} == {True}
+        self._batched = all(fetch_of(dataset) is not None for dataset in self.datasets)
         for number, dataset in enumerate(self.datasets, 1):
-            if hasattr(dataset, "fetch") != self._batched:
+            if (fetch_of(dataset) is not None) != self._batched:
                 raise UserError(
                     "some data sets of a mixture have `fetch`, and others do not",
                     "give all of them `fetch`, or none",
                 )
-            known = ("__len__", "fetch" if self._batched else "__getitem__")
-            if not all(hasattr(dataset, name) for name in known):
+            by_number = self._batched or hasattr(dataset, "__getitem__")
+            if not (by_number and hasattr(dataset, "__len__")):
                 raise UserError(
                     f"data set {number} of a mixture is of type {type(dataset).__name__}, which "
                     "has no samples by number",
@@ -110,7 +111,7 @@ class Mixture:
     @property
     def ahead(self) -> Callable[[np.ndarray], None]:
         """Tells the data sets of samples that will be read later. Only if all take such hints."""
-        if not all(hasattr(dataset, "ahead") for dataset in self.datasets):
+        if not all(map(ahead_of, self.datasets)):
             raise AttributeError("not all data sets of this mixture have a method ahead")
         return self._tell_ahead
 
@@ -208,7 +209,7 @@ class MixedOrder(SampleOrder):
     ) -> None:
         super().__init__(len(mixture), batch, seed=seed, shuffle=bool(shuffle))
         self.orders = [
-            SampleOrder.of(dataset, 1, seed=mix(seed, number), shuffle=shuffle)
+            SampleOrder.of(dataset, 1, seed=mix(self.seed, number), shuffle=shuffle)
             for number, dataset in enumerate(mixture.datasets)
         ]
         self.at_once *= len(self.orders)  # each of them computes its own part

@@ -10,6 +10,8 @@ The method is from Black and Rogaway, "Ciphers with arbitrary finite domains" (C
 from __future__ import annotations
 
 import hashlib
+import operator
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -88,9 +90,17 @@ def samples_said(dataset: Any, name: str) -> int:
         ConfigError: it is no number above 0.
     """
     found = getattr(dataset, name, None)
-    if not isinstance(found, int) or found < 1:
+    number = _whole(found)
+    if number is None or number < 1:
         raise ConfigError(f"{name} of the data set is {found!r}", "make it a number of samples")
-    return found
+    return number
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number, such as one of NumPy's, as Python's; None if it is none."""
+    with suppress(TypeError):
+        return int(operator.index(value))
+    return None
 
 
 class SampleOrder:
@@ -115,7 +125,7 @@ class SampleOrder:
         together: number of samples in a window; by default SHUFFLED_TOGETHER.
 
     Raises:
-        ConfigError: the data set has fewer samples than a batch.
+        ConfigError: the data set has fewer samples than a batch, or the seed is no whole number.
     """
 
     def __init__(
@@ -133,9 +143,12 @@ class SampleOrder:
                 f"a batch has {plural(batch, 'sample')}, and the data set has {samples}",
                 "use a smaller batch or more data",
             )
+        whole = _whole(seed)
+        if whole is None:
+            raise ConfigError(f"the seed is {seed!r}", "give a whole number")
         self.samples = samples
         self.batch = batch
-        self.seed = seed
+        self.seed = whole
         self.shuffle = shuffle
         self.block = min(block, samples)
         self.together = together or SHUFFLED_TOGETHER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -22,9 +23,19 @@ def each_tensor(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changed = (each_tensor(value, change) for value in data)
         return Substituted.of((*changed,), data.pairs, data.causes)
     if isinstance(data, list | tuple):
-        made = [each_tensor(value, change) for value in data]
-        return data._make(made) if hasattr(data, "_make") else type(data)(made)  # a named tuple
+        return _sequence_like(data, [each_tensor(value, change) for value in data])
     return data
+
+
+def _sequence_like(data: list[Any] | tuple[Any, ...], made: list[Any]) -> Any:
+    """A list or a tuple of the class of another one, if the class makes it of a list of items."""
+    if hasattr(data, "_make"):  # a named tuple
+        return data._make(made)
+    with suppress(Exception):  # somebody's class
+        found = type(data)(made)
+        if len(found) == len(made) and all(map(operator.is_, found, made)):
+            return found
+    return made if isinstance(data, list) else tuple(made)
 
 
 def _like(data: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -34,7 +45,11 @@ def _like(data: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
     with suppress(Exception):  # somebody's class
         made: Any = copy.copy(data)
         for key, value in items.items():
+            before = data[key]
             made[key] = value
+            if value is not before and data[key] is value:  # the copy has the batch's own storage
+                made[key] = before
+                return items
         return made  # type: ignore[no-any-return]
     return items
 

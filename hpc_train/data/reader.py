@@ -21,8 +21,9 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hpc_train.data.generators import Generator, of_gpu, of_process, own, seedings
 from hpc_train.data.leaves import leaves
+from hpc_train.data.methods import fetch_of, gives_several
 from hpc_train.data.mixture import Mixture, datasets_in
-from hpc_train.errors import ReadNote, UserError
+from hpc_train.errors import ReadNote, UserError, error_in_words, plural
 from hpc_train.seeds import mix
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class Reader:
     Args:
         dataset: either has `dataset.fetch(indices)`, which returns a batch, or is a map-style data
             set of torch. Then `dataset[i]` returns a sample, and torch's `default_collate` makes
-            the batch. A method `__getitems__` of its class returns a list of samples.
+            the batch. A method `__getitems__` of its class returns a list of samples. A class below
+            with a `__getitem__` of its own has neither.
         lock: held while the reader reads. Readers whose data sets share state share a lock.
         collate_fn: makes a batch of a list of samples, in place of `default_collate`.
 
@@ -58,7 +60,7 @@ class Reader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         check_by_number(dataset)
-        if collate_fn is not None and hasattr(dataset, "fetch"):
+        if collate_fn is not None and fetch_of(dataset) is not None:
             raise UserError(
                 "the data set has `fetch`, which returns whole batches, so it takes no collate_fn",
                 "leave one of them out",
@@ -68,8 +70,8 @@ class Reader:
         self.lock = lock or threading.RLock()
         self.place = "a batch"
         self.drawn: set[str] = set()
-        self._gives_several = _gives_several(dataset)
-        self._fetch = getattr(dataset, "fetch", None)
+        self._gives_several = gives_several(dataset)
+        self._fetch = fetch_of(dataset)
         if collate_fn is None and _is_plain(dataset):
             self._fetch = self._rows
         self._shared = of_process()
@@ -188,7 +190,7 @@ class Reader:
         """Let an error in reading name the sample and what it belongs to, such as "step 3"."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             with suppress(Exception):  # a user's own error may refuse notes
                 error.add_note(ReadNote(f"{self.place} of {of}"))
             raise
@@ -221,20 +223,55 @@ class Reader:
                 return self._fetch(indices)
             numbers = [int(index) for index in indices]
             if self._gives_several and not used:
-                with suppress(Exception):  # raised again below, by a sample that has a number
-                    return self.dataset.__getitems__(numbers)
-            samples = []
-            for place, index in enumerate(numbers):
-                if used and seed_of is not None:
-                    seed = seed_of(place)
-                    for stream, generator in used:
-                        generator.seed(mix(seed, stream))
-                self.place = f"sample {index}"
-                samples.append(self.dataset[index])
-            self.place = "a batch"
-            return samples
+                return self._several(numbers)
+            return self._singly(numbers, seed_of, used)
         except ENDING as error:
             raise RuntimeError(f"the data set raised {error!r}") from error
+
+    def _several(self, numbers: list[int]) -> Any:
+        """A list of samples from `__getitems__`. If that fails, single ones tell which cannot."""
+        try:
+            samples = self.dataset.__getitems__(numbers)
+        except Exception as error:  # noqa: BLE001  # whatever somebody's data set raises
+            failure = error
+        else:
+            if hasattr(samples, "__len__") and len(samples) != len(numbers):
+                raise UserError(
+                    f"`__getitems__` of the data set gave {plural(len(samples), 'sample')} for "
+                    f"{plural(len(numbers), 'number')}",
+                    "let it give one for each",
+                )
+            return samples
+        try:
+            singly = self._singly(numbers, None, [])
+        except NotImplementedError:  # as of torch's Dataset: there are no single ones
+            self.place = "a batch"
+            raise failure from None
+        except Exception as error:
+            raise error from failure
+        self._gives_several = False
+        logger.warning(
+            "`__getitems__` of the data set fails (%s), so its samples are read one by one",
+            error_in_words(failure),
+        )
+        return singly
+
+    def _singly(
+        self,
+        numbers: list[int],
+        seed_of: Callable[[int], int] | None,
+        used: Sequence[tuple[int, Generator]],
+    ) -> list[Any]:
+        samples = []
+        for place, index in enumerate(numbers):
+            if used and seed_of is not None:
+                seed = seed_of(place)
+                for stream, generator in used:
+                    generator.seed(mix(seed, stream))
+            self.place = f"sample {index}"
+            samples.append(self.dataset[index])
+        self.place = "a batch"
+        return samples
 
     def _together(self, samples: Any) -> Any:
         if self._fetch is not None:
@@ -296,7 +333,7 @@ def check_by_number(dataset: Any) -> None:
 def _is_by_number(dataset: Any) -> bool:
     # An IterableDataset has `__getitem__` of torch's Dataset, which always fails.
     by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-    return dataset is None or by_number or hasattr(dataset, "fetch")
+    return dataset is None or by_number or fetch_of(dataset) is not None
 
 
 def _is_plain(dataset: Any) -> bool:
@@ -305,19 +342,6 @@ def _is_plain(dataset: Any) -> bool:
         type(one) is Tensor and one.layout is torch.strided and one.is_contiguous()
         for one in dataset.tensors
     )
-
-
-def _gives_several(dataset: Any) -> bool:
-    """Whether a data set's class has `__getitems__`, and no class below it changes single samples.
-
-    torch's DataLoader would leave out what such a class does, or a wrapper by `__getattr__`.
-    """
-    for kind in type(dataset).__mro__:
-        if "__getitems__" in vars(kind):
-            return True
-        if "__getitem__" in vars(kind):
-            return False
-    return False
 
 
 def _may_draw(dataset: Any) -> bool:

@@ -7,6 +7,7 @@ DataLoader brings the batches from the workers to this process.
 from __future__ import annotations
 
 import atexit
+import errno
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from hpc_train.data.pickled import pickled
 from hpc_train.data.reader import Reader
 from hpc_train.data.substitutes import Substituted
 from hpc_train.errors import HpcTrainError, RankError, error_in_words
@@ -43,25 +45,41 @@ class _Micro(Dataset[bytes]):
 
     def __init__(self, reader: Reader, seed: int) -> None:
         self.dataset, self.collate_fn, self.seed = reader.dataset, reader.collate_fn, seed
+        self.sent = b""
         self.reader: Reader | None = None  # made in the worker, as its lock cannot be pickled
 
+    def __getstate__(self) -> dict[str, Any]:
+        sent = pickled((self.dataset, self.collate_fn))
+        return {"sent": sent, "seed": self.seed, "reader": None}
+
     def __getitem__(self, task: Task) -> bytes:
-        number, places, indices = task
-        if self.reader is None:
-            self.reader = Reader(self.dataset, collate_fn=self.collate_fn)
         try:
-            with self.reader.naming(f"step {number}"):
-                read = self.reader.read_of_step(indices, self.seed, number, places)
-                return bytes(ForkingPickler.dumps(read))
+            return self._read(*task)
         except HpcTrainError as error:
             return pickle.dumps(error)
-        except Exception as error:  # noqa: BLE001  # raised where the step is asked for
+        except BaseException as error:  # noqa: BLE001  # raised where the step is asked for
             traceback.print_exc()
-            return pickle.dumps(
-                RankError(error_in_words(error), "its log has the worker's traceback")
-            )
+            remedy = MANY_FILES if _many_files(error) else "its log has the worker's traceback"
+            return pickle.dumps(RankError(error_in_words(error), remedy))
+
+    def _read(self, number: int, places: Sequence[int], indices: np.ndarray) -> bytes:
+        if self.reader is None:  # this worker's copy
+            dataset, collate_fn = pickle.loads(self.sent)
+            self.reader, self.sent = Reader(dataset, collate_fn=collate_fn), b""
+        with self.reader.naming(f"step {number}"):
+            read = self.reader.read_of_step(indices, self.seed, number, places)
+            return bytes(ForkingPickler.dumps(read))
 
 
+def _many_files(error: BaseException) -> bool:
+    """Whether an error says that too many files are open, as the system or `multiprocessing`."""
+    return any(sign in str(error) for sign in (os.strerror(errno.EMFILE), "items of ancdata"))
+
+
+MANY_FILES = (
+    "each tensor that a worker sends is an open file, so raise `ulimit -n`, or let a collate_fn "
+    "put tensors together"
+)
 CODE_SECONDS = 2.0  # seconds to wait for the exit code of the worker that ended first
 
 
@@ -105,21 +123,42 @@ class Processes:
                 self._substitutes.tell(read.causes)  # the log is in this process
             yield read
 
-    def dead(self, timeout: float = 0.0) -> str:
-        """The signal or exit code of a worker that has ended.
+    def check(self, number: int, error: BaseException | None = None, patience: float = 0.0) -> None:
+        """Raise an error if a worker has ended, or more files are open than may be.
 
-        Returns "" if none ends within `timeout` seconds.
+        Args:
+            number: the step that is awaited, for the message.
+            error: what was raised here. Workers end with exit code 0 after it, which is no cause.
+            patience: for how many seconds a worker may be ending.
+
+        Raises:
+            RankError: a worker has ended, or `error` comes of open files.
         """
-        if not connection.wait([one.sentinel for one in self._workers], timeout):
-            return ""
+        code = self._code(patience)
+        if code is not None and (code or error is None):
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise RankError(
+                f"a worker that read samples of step {number} or a later one ended with {how}",
+                "if memory was short, use fewer workers"
+                if -code in (signal.SIGKILL, signal.SIGBUS)
+                else "the output of its rank may say why",
+            )
+        if error is not None and _many_files(error):
+            raise RankError(error_in_words(error), MANY_FILES) from error
+        if isinstance(error, EOFError):  # the thread of a worker that sends files cannot open one
+            raise RankError(f"a worker did not send a batch of step {number}", MANY_FILES)
+
+    def _code(self, patience: float) -> int | None:
+        """The exit code of a worker, if one ends within some seconds."""
+        if not connection.wait([one.sentinel for one in self._workers], patience):
+            return None
         # When a worker is killed, DataLoader ends the others, whose exit code 0 may come first.
         codes: list[int] = []
         until = time.monotonic() + CODE_SECONDS
         while not any(codes) and time.monotonic() < until:
             codes = [code for one in self._workers if (code := one.exitcode) is not None]
             time.sleep(0.0 if any(codes) else 0.01)
-        code = min(filter(None, codes), default=0)  # killed ones have negative codes
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return min(filter(None, codes), default=0)  # killed ones have negative codes
 
     def end(self) -> None:
         """Let each worker end after the micro-batch that it is reading."""

@@ -219,6 +219,7 @@ class Loop(Stepping):
             check_integer("batch", batch, least=1)
             check_integer("epochs", epochs, least=0)
             order = SampleOrder.of(dataset, batch, seed=seed, shuffle=shuffle)
+            seed = order.seed  # as a plain integer
             most = self.options.micro_tokens
             parts, lengths = parts_of_loop(
                 *(dataset, order, self.group, self.optimizer), accumulate=accumulate, most=most

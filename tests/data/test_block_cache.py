@@ -361,6 +361,25 @@ def test_a_deep_copy_reads_the_same_and_shares_the_cache(stored, cached, monkeyp
     other.close()
 
 
+def test_a_deep_copy_may_make_a_shards_copy_at_the_same_time(cached, monkeypatch):
+    cache, _ = cached()
+    other, real = copy.deepcopy(cache), os.link
+    opened = []
+
+    def link(*names, **folders):
+        monkeypatch.setattr(os, "link", real)
+        opened.append(other.open("shard", 64))
+        real(*names, **folders)
+
+    monkeypatch.setattr(os, "link", link)
+    opened.append(cache.open("shard", 64))
+    other.close()
+    assert os.path.sameopenfile(*opened)
+    assert [path.name for path in cache.path.iterdir()] == ["shard"]
+    for descriptor in opened:
+        os.close(descriptor)
+
+
 def test_what_is_asked_for_ahead_is_in_the_cache_when_it_is_read(stored, cached, monkeypatch):
     _, one = cached()
     one.ahead(range(len(one)))

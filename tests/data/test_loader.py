@@ -171,6 +171,56 @@ def test_a_data_set_that_does_not_say_how_far_ahead_it_is_told_is_refused(sample
     loader.close()
 
 
+class Forecasts(Numbers):
+    """Its attribute of the same name is something else."""
+
+    ahead, samples_ahead = 3, 8
+
+
+@pytest.mark.parametrize("dataset", [Forecasts(), Mixture([(Forecasts(), 1)])])
+def test_an_attribute_ahead_that_is_no_method_is_left_alone(dataset):
+    loader = Loader(dataset, SampleOrder(100, 4), cut(4, 1, 0), first_step=1, last_step=2)
+    assert len([*loader]) == 2
+    loader.close()
+
+
+class Epochs(Numbers):
+    def set_epoch(self, epoch):
+        self.size = epoch
+
+
+@pytest.mark.parametrize("dataset", [Epochs(), Mixture([(Epochs(), 1)])])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_reading_ahead_of_a_data_set_that_may_change_is_told(dataset, prefetch, caplog):
+    order, parts = SampleOrder(100, 4), cut(4, 1, 0)
+    loader = Loader(dataset, order, parts, first_step=1, last_step=9, prefetch=prefetch)
+    next(iter(loader))
+    loader.close()
+    assert ("set workers and prefetch to 0 if" in caplog.text) == bool(prefetch)
+
+
+@pytest.mark.parametrize(
+    ("collate", "counted", "told"),
+    [
+        (lambda samples: torch.tensor(samples[1:]), None, True),
+        (lambda samples: torch.tensor(samples[1:]), len, False),
+        (lambda samples: torch.tensor([samples] * 3), None, False),  # time comes first
+        (lambda samples: torch.tensor([[*samples, *samples]]), None, False),  # packed
+        (lambda samples: (torch.zeros(2), torch.zeros(3)), None, False),  # nodes and edges
+        (lambda samples: {"ids": torch.tensor([0, *samples])}, None, False),
+    ],
+)
+def test_a_collate_that_leaves_out_samples_is_told(collate, counted, told, caplog):
+    order = SampleOrder(100, 4)
+    loader = Loader(
+        [*range(100)], order, cut(4, 1, 0), first_step=1, last_step=3, collate_fn=collate
+    )
+    loader.counted = counted
+    assert len([*loader]) == 3
+    loader.close()
+    assert caplog.text.count("a batch of 4 samples has tensors of 3 rows each") == told
+
+
 class Pairs:
     """Sample i is the number i, in a batch with a substitute for the first sample."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpc_train.data.mixture import Mixture
 from hpc_train.data.order import Permutation, SampleOrder, evenly
 from hpc_train.errors import ConfigError
 
@@ -93,6 +95,23 @@ def test_a_data_set_whose_blocks_are_no_number_is_refused(block):
     with pytest.raises(ConfigError, match="samples_per_block"):
         SampleOrder.of(Blocks(range(9)), 3)
     assert SampleOrder.of(Blocks(range(9)), 3, shuffle="full").block == 1
+
+
+def test_whole_numbers_of_numpy_are_taken_as_pythons():
+    class Blocks(list):
+        samples_per_block = np.int64(3)
+
+    order = SampleOrder.of(Blocks(range(9)), 3, seed=np.int64(5))
+    mixed = SampleOrder.of(Mixture([(Blocks(range(9)), 1)]), 3, seed=np.uint8(5))
+    assert {type(one) for one in (order.seed, order.block, mixed.seed)} == {int}
+    assert json.dumps(order.identity)
+    assert (order.indices(2, 0, 3) == SampleOrder(9, 3, seed=5, block=3).indices(2, 0, 3)).all()
+
+
+@pytest.mark.parametrize("seed", [None, 1.5, "7"])
+def test_a_seed_that_is_no_whole_number_is_refused(seed):
+    with pytest.raises(ConfigError, match=r"the seed is .*: give a whole number"):
+        SampleOrder.of([*range(9)], 3, seed=seed)
 
 
 @pytest.mark.parametrize("together", [0, -1, "z"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict, defaultdict, namedtuple
+from collections.abc import MutableMapping
 from types import MappingProxyType
 
 import torch
@@ -30,3 +31,47 @@ def test_tensors_are_changed_in_containers_which_keep_their_class():
     pair = each_tensor(batch, lambda tensor: tensor * 3)
     assert (type(pair), type(pair.one)) == (Pair, defaultdict)
     assert float(pair.one["a"]) == float(pair.other["b"]) == 3.0
+
+
+class Crops(tuple):
+    """It is made of several arguments."""
+
+    def __new__(cls, one, other=None):
+        return super().__new__(cls, (one, other))
+
+
+class Scores(list):
+    def __init__(self, classes, scores):
+        super().__init__([classes, scores])
+
+
+class Fields(MutableMapping):
+    """It has its items in an attribute, which its copies share."""
+
+    def __init__(self, **items):
+        self.items_in_it = items
+
+    def __getitem__(self, key):
+        return self.items_in_it[key]
+
+    def __setitem__(self, key, value):
+        self.items_in_it[key] = value
+
+    def __delitem__(self, key):
+        del self.items_in_it[key]
+
+    def __iter__(self):
+        return iter(self.items_in_it)
+
+    def __len__(self):
+        return len(self.items_in_it)
+
+
+def test_containers_that_cannot_be_made_anew_become_plain_ones_and_stay_as_they_are():
+    pair, scores = Crops(torch.zeros(1), "text"), Scores(torch.zeros(1), [torch.zeros(1)])
+    fields = Fields(name="text", x=torch.zeros(1), y=torch.zeros(1))
+    found = [each_tensor(one, lambda tensor: tensor + 1) for one in (pair, scores, fields)]
+    assert found == [(1, "text"), [1, [1]], {"name": "text", "x": 1, "y": 1}]
+    assert [type(one) for one in found] == [tuple, list, dict]
+    assert (pair, scores) == ((0, "text"), [0, [0]])
+    assert dict(fields) == {"name": "text", "x": 0, "y": 0}

@@ -15,10 +15,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import GivenUp, Loader, cut
+from hpc_train.data.mixture import Mixture
 from hpc_train.data.order import SampleOrder
 from hpc_train.data.reader import Reader
 from hpc_train.errors import UserError
@@ -496,10 +497,40 @@ class Wrapped:
         return getattr(self.dataset, name)
 
 
-@pytest.mark.parametrize("dataset", [Changed(since=100), Wrapped(Several(since=100))])
+class Whole(Noise):
+    """It gives whole batches."""
+
+    def fetch(self, indices):
+        return torch.stack([super(Whole, self).__getitem__(int(index)) for index in indices])
+
+
+class ChangedWhole(Whole):
+    """It changes single samples, and knows nothing of batches."""
+
+    def __getitem__(self, index):
+        return -super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Changed(since=100),
+        Wrapped(Several(since=100)),
+        ChangedWhole(since=100),
+        Wrapped(Whole(since=100)),
+        Mixture([(ChangedWhole(since=100), 1)]),
+    ],
+)
 def test_single_samples_that_a_class_changes_are_not_passed_over(dataset):
     expected = [-batch for batch in batches(Noise(since=100))]
     assert all(map(torch.equal, batches(dataset), expected))
+
+
+def test_a_class_that_has_fetch_beside_torchs_own_getitem_gives_batches():
+    class Mixed(Dataset, Whole):
+        pass
+
+    assert all(map(torch.equal, batches(Mixed(since=100)), batches(Noise(since=100))))
 
 
 def test_samples_that_are_given_at_once_draw_as_single_ones_do():
@@ -511,6 +542,44 @@ def test_the_sample_that_cannot_be_read_is_named_among_several():
     with pytest.raises(OSError, match="cannot be read"):
         reader.read_of_step(np.array([5, 7, 9]), 0, 1, range(3))
     assert reader.place == "sample 7"
+
+
+class OnlySeveral(Dataset):
+    """It has no single samples."""
+
+    def __init__(self, several):
+        self.several = several
+
+    def __len__(self):
+        return 8
+
+    def __getitems__(self, indices):
+        return self.several(indices)
+
+
+def broken(indices):
+    raise ValueError("the real cause")
+
+
+def test_an_error_of_several_samples_is_told_if_there_are_no_single_ones():
+    with pytest.raises(ValueError, match="the real cause"):
+        Reader(OnlySeveral(broken)).read_beside([1, 2])
+
+
+def test_several_samples_that_fail_where_single_ones_do_not_are_told_once(caplog):
+    class Both(OnlySeveral):
+        def __getitem__(self, index):
+            return index
+
+    Both.__getitems__ = OnlySeveral.__getitems__
+    reader = Reader(Both(broken))
+    assert [reader.read_beside([n, 1]).tolist() for n in range(2)] == [[0, 1], [1, 1]]
+    assert caplog.text.count("`__getitems__` of the data set fails (ValueError: the real") == 1
+
+
+def test_several_samples_must_be_as_many_as_were_asked_for():
+    with pytest.raises(UserError, match="gave 2 samples for 3 numbers: let it give one for each"):
+        Reader(OnlySeveral(lambda indices: [torch.ones(2)] * 2)).read_beside([1, 2, 3])
 
 
 def test_seeding_the_process_seeds_torch_as_torch_does():

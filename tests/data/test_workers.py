@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -72,6 +73,18 @@ def kill_this_process():
 
 def fail():
     raise ValueError("a bad sample")
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def leave():
+    raise Interrupt("gone")
+
+
+def leave_few_files():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 4, 4096))
 
 
 def read_for_ever():
@@ -155,12 +168,56 @@ def test_the_generators_of_the_model_are_left_alone(started):
     ("do", "message"),
     [
         (fail, "sample 7 of step .*: ValueError: a bad sample"),
-        (kill_this_process, "a worker that read samples of step .* ended with SIGKILL"),
+        (leave, "sample 7 of step .*: Interrupt: gone"),
+        (kill_this_process, "a worker .* of step .* ended with SIGKILL: if memory was short"),
+        (leave_few_files, "(Too many open files|did not send).*: .*raise `ulimit -n`"),
     ],
 )
 def test_a_worker_that_fails_is_one_clear_error(started, do, message):
     with pytest.raises(RankError, match=message):
-        batches(Plain(at=7, do=do), workers=2)
+        batches(Plain(at=7, do=do), workers=2, collate_fn=list)
+
+
+def test_a_rank_that_may_open_too_few_files_for_batches_says_so(started):
+    made = loader(Plain(), workers=2, collate_fn=list)
+    kept = [next(steps := iter(made))]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = psutil.Process().num_fds()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now + BATCH * 3, before[1]))
+    try:
+        with pytest.raises(RankError, match=r"raise `ulimit -n`, or let a collate_fn"):
+            kept += steps
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        made.close()
+
+
+class Scratch:
+    """It makes each sample in a tensor that it keeps; another one it shares by itself."""
+
+    def __init__(self):
+        self.rows = [*torch.zeros(SAMPLES, 1000).unbind(), torch.zeros(1).share_memory_()]
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        self.rows[-1][0] = 1.0
+        whole = torch.as_strided(self.rows[0], (SAMPLES, 1000), (1000, 1))
+        whole.fill_(index)
+        time.sleep(1e-3)
+        assert self.rows[9][0] == index, "the rows no longer lie in one memory"
+        return whole[0].clone()
+
+
+def test_workers_have_copies_of_tensors_and_share_those_that_are_shared(started):
+    dataset = Scratch()
+    found = [batch.tolist() for [batch] in batches(dataset, workers=2, collate_fn=None)]
+    order = SampleOrder(SAMPLES, BATCH, seed=3)
+    expected = [order.indices(step, 0, BATCH) for step in range(1, STEPS + 1)]
+    assert found == [[[index] * 1000 for index in step] for step in expected]
+    assert not dataset.rows[0].any()
+    assert dataset.rows[-1] == 1.0
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"workers": 2}])

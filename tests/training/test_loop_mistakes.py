@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import nullcontext, suppress
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -41,6 +42,18 @@ def train(model, optimizer, loop, epochs=2):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
+
+
+def test_a_seed_may_be_of_numpy_and_is_told_if_it_is_no_number(tmp_path):
+    _, _, loop = make(tmp_path)
+    with pytest.raises(ConfigError, match=r"the seed is 1\.5: give a whole number"):
+        [*loop.epochs(data(), batch=BATCH, epochs=1, seed=1.5)]
+    for _, batches in loop.epochs(data(), batch=BATCH, epochs=1, seed=np.int64(3)):
+        for _ in batches:
+            loop.step()
+            loop.stop()
+    assert loop.checkpoints.identity["seed"] == 3
+    loop.close()
 
 
 def test_a_last_save_that_fails_after_a_break_is_an_error(tmp_path):
