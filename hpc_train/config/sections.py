@@ -351,8 +351,8 @@ class CheckpointSection:
     A file or a run directory names another checkpoint."""
     weights: str = ""
     """Where a run that finds no checkpoint takes its initial weights from: a checkpoint, a
-    safetensors file, or a folder, such as one of a Hugging Face GPT-2. By default they are
-    random."""
+    safetensors file, or a folder, such as one of a Hugging Face GPT-2, Llama, Mistral or Qwen. By
+    default they are random."""
     include: list[str] = field(default_factory=list)
     """Shell patterns of the names of tensors that are taken from weights. By default all are."""
     exclude: list[str] = field(default_factory=list)

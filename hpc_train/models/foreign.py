@@ -116,7 +116,8 @@ def check_same_sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None
     """
     unlike = {f"model.{key}": value for key, value in theirs.items() if value != ours[key]}
     if unlike:
-        have = ", ".join(f"{key} {ours[key.removeprefix('model.')]}" for key in unlike)
+        mine = {key: ours[key.removeprefix("model.")] for key in unlike}
+        have = ", ".join(f"{key} {str(value).lower()}" for key, value in mine.items())
         need = " ".join(f"--{key} {str(value).lower()}" for key, value in unlike.items())
         raise ConfigError(f"checkpoint.weights are not those of a model with {have}", f"set {need}")
 

@@ -1,4 +1,4 @@
-"""The main job: a GPT trained on prepared text."""
+"""The main job: a language model trained on prepared text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpc_train.training.task import TrainingTask
 
 
 def train_gpt(config: RunConfig, runtime: Runtime) -> None:
-    """Train a GPT, from the data folder to the last checkpoint. Collective.
+    """Train a language model, from the data folder to the last checkpoint. Collective.
 
     Raises:
         Stopped: a signal, the stop file or the time limit stopped it, with a checkpoint.

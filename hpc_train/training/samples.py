@@ -76,7 +76,7 @@ def samples_of(
         ConfigError: a folder's weight is too small; on all ranks.
     """
     sequence, crossing = config.model.sequence, config.data.across_documents
-    assert sequence is not None  # a GPT has one
+    assert sequence is not None  # a language model has one
     parts: list[tuple[Samples, float]] = []
     for (directory, manifest), weight in zip(
         found.items(), config.data.folders.values(), strict=True

@@ -37,6 +37,7 @@ LIBRARIES = (
 )
 PROGRAM = (
     *("hpc_train.cli.train", "hpc_train.training.gpt", "hpc_train.models.gpt.module"),
+    "hpc_train.models.llama.module",
     *("hpc_train.training.tables", "hpc_train.models.tabular.transformer"),
 )
 BEFORE = 20.0  # seconds to wait for the first stand-in

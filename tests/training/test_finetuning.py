@@ -261,7 +261,7 @@ def test_a_gpt_is_fine_tuned_exported_and_writes_text(program):
     assert texts[0] == texts[1]
     for name in ("base", "tuned"):
         export(
-            str(program.root / name), str(program.root / f"{name}-gpt2"), [], [], None, gpt2=True
+            str(program.root / name), str(program.root / f"{name}-gpt2"), [], [], None, to="gpt2"
         )
     export_to_peft(str(program.root / "tuned"), str(program.root / "peft"))
     theirs, adapted = (

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from hpc_train.cli.checkpoint import export, export_to_peft
 from hpc_train.config.file import load
 from hpc_train.data.manifest import read_manifest
 from hpc_train.errors import DataError
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.planning.model import planned_shape
+from hpc_train.training.generate import load_language_model
 from hpc_train.training.gpt import train_gpt
 from hpc_train.training.planned import job_of
 from tests.conftest import records, small_text
@@ -94,3 +98,52 @@ def test_the_memory_of_a_job_is_predicted_as_auto_will_choose(job, options, zero
     planned = job_of(config, planned_shape(config), job)
     assert planned.config.memory.zero == zero
     assert planned.needed() > 0
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("tuned", [[], ["--finetune.lora", "2"]], ids=["whole", "adapters"])
+def test_published_weights_are_trained_on_any_layout_and_given_back(job, together, tuned):
+    """A Qwen3 of another implementation starts the run, and opens what the run has made."""
+    transformers = pytest.importorskip("transformers")
+    alone = job.world.rank == 0
+    if alone:
+        small_text(together / "data")
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 6, "intermediate_size": 20}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 264}
+        torch.manual_seed(0)
+        given = transformers.Qwen3Config(**sizes, tie_word_embeddings=True)
+        transformers.AutoModelForCausalLM.from_config(given).save_pretrained(together / "base")
+    job.world.barrier()
+    same = [
+        *(*SMALL, "--model.kind", "qwen3", "--model.layers", "2", "--model.heads", "4"),
+        *("--model.kv_heads", "2", "--model.head_width", "6", "--model.mlp_width", "20"),
+        *("--model.vocab", "264", "--model.tie_embeddings", "true", "--model.rope_theta", "1e4"),
+        *("--data.path", str(together / "data"), "--checkpoint.weights", str(together / "base")),
+        *("--memory.zero", "0", "--optimizer.clip_norm", "0.5", *tuned),
+    ]
+    layouts = {"plain": [], "cube": ["--parallel.tp", "2", "--parallel.pp", "2"]}
+    for name, layout in layouts.items():
+        train_gpt(load(None, [*same, *layout, "--run.dir", str(together / name)]), job)
+        job.world.barrier()
+    found = [[one["loss"] for one in records(together / name)] for name in layouts]
+    logits = []
+    if alone:
+        out = str(together / "out")
+        export(str(together / "cube"), out, [], [], None, to="hf")
+        ours, *_ = load_language_model(together / "cube")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+        tokens = torch.randint(256, (3, 32), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            logits = [ours(tokens), theirs.eval()(tokens).logits]
+    if alone and tuned:
+        export_to_peft(str(together / "cube"), str(together / "peft"))
+        adapters = load_file(together / "peft" / "adapter_model.safetensors")
+        merged, base = (load_file(together / it / "model.safetensors") for it in ("out", "base"))
+        for name in [name for name in adapters if "lora_A" in name]:
+            weight = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+            product = adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
+            torch.testing.assert_close(merged[weight], base[weight].double() + product)
+        assert {name.split(".")[-3] for name in adapters} >= {"q_proj", "k_proj", "v_proj"}
+    assert found[0] == pytest.approx(found[1], rel=1e-10)
+    if alone:  # theirs has angles and norms in 32 bits
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
