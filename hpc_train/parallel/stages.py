@@ -266,8 +266,8 @@ class Stages:
         for parameter in parameters_in(loss, passages.nodes):
             if parameter in own:
                 raise UserError(
-                    f"the loss uses parameter {own[parameter]} beside what the model returns, and "
-                    "has not the parameters that are on other ranks",
+                    f"the loss uses parameter {own[parameter]} itself, but the parameters of other "
+                    "stages are on other ranks",
                     "let it use only what the model returns, and optimizer.weight_decay in place "
                     "of a penalty",
                 )
