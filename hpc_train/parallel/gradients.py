@@ -18,6 +18,7 @@ from hpc_train.gradients.norms import total_norm
 SAMPLED = 4096  # elements of each gradient
 ALIKE = 0.05  # relative difference of gradients that is no rounding, in 32 bits or more
 LOSS_ALIKE = 0.01  # relative difference of losses that is no rounding, likewise
+LOSS_ALIKE_16 = 0.02  # relative or absolute difference of those that were computed in 16 bits
 TINY = 1e-3  # part of the norm of all gradients below which one may be nothing but rounding
 SMALL = 1 << 18  # bytes; copying a gradient up to this size costs less than a call of its own
 
@@ -58,7 +59,9 @@ class LayoutGradients:
         _sum_gradients(self.partial, self.tensor)
         _sum_gradients(self.tied, self.embedding)
 
-    def check_alike(self, averager: GradientAverager, losses: Sequence[Tensor]) -> None:
+    def check_alike(
+        self, averager: GradientAverager, losses: Sequence[Tensor], *, exact: bool = True
+    ) -> None:
         """Check that losses and gradients which should be the same on tensor-parallel ranks are.
 
         A sample of each gradient is compared, until it was finite and not zero in one step.
@@ -66,22 +69,52 @@ class LayoutGradients:
 
         Args:
             averager: has averaged and completed the gradients.
-            losses: of the micro-batches; none on ranks whose stage is not the last.
+            losses: of the micro-batches, times their weights; none on ranks whose stage is not the
+                last.
+            exact: whether they were computed in 32 bits or more. In 16 bits a correct gradient may
+                be mostly rounding, so only the losses are compared.
 
         Raises:
             UserError: they differ; perhaps not on all ranks.
         """
         if self.tensor.group.size == 1:
             return
-        if losses:
-            self._check_losses(torch.stack([loss.detach().double() for loss in losses]))
+        # Only some ranks find a difference. So all of them compare all before one raises an error.
+        unlike = bool(losses) and self._losses_differ(torch.stack([*losses]), exact=exact)
+        differing = self._gradient_that_differs(averager) if exact else ""
+        if unlike:
+            raise UserError(
+                "the loss differs between the ranks of parallel.tp",
+                "the loss, or a layer before it, sees only its rank's part of the vocabulary, the "
+                "width, the tokens or the weights: give the layers before it no styles in "
+                "`tensor_plan`, or use nn.CrossEntropyLoss with style vocab, and weight_decay in "
+                "place of a penalty",
+            )
+        if differing:
+            raise UserError(
+                f"the gradient of {differing} differs between the ranks of parallel.tp",
+                "between a colwise and a rowwise layer each rank computes only its part: use the "
+                "parameter outside of the two, or give them no styles in `tensor_plan`",
+            )
+
+    def _losses_differ(self, losses: Tensor, *, exact: bool) -> bool:
+        """Whether this rank's losses are others than those of the first rank. Collective."""
+        mine = losses.detach().double()
+        first = mine.clone()
+        self.tensor.broadcast_(first)
+        largest = max(float(mine.norm(1)), float(first.norm(1)))
+        limit = LOSS_ALIKE * largest if exact else LOSS_ALIKE_16 * max(1.0, largest)
+        return float((mine - first).norm(1)) > limit
+
+    def _gradient_that_differs(self, averager: GradientAverager) -> str:
+        """The first parameter whose gradient is another than on the first rank. Collective."""
         samples = {
             parameter: part.detach().flatten()[:: -(-part.numel() // SAMPLED) or 1].double()
             for parameter, part in averager.parts()
             if parameter in self._alike
         }
         if not samples:
-            return
+            return ""
         mine = torch.cat([*samples.values()])
         first = mine.clone()
         self.tensor.broadcast_(first)
@@ -93,23 +126,7 @@ class LayoutGradients:
                 differing = differing or self._alike[p]
             if least < norm < math.inf:  # the same on all ranks, as they have the same `first`
                 del self._alike[p]
-        if differing:
-            raise UserError(
-                f"the gradient of {differing} differs between the ranks of parallel.tp",
-                "between a colwise and a rowwise layer each rank computes only its part: use the "
-                "parameter outside of the two, or give them no styles in `tensor_plan`",
-            )
-
-    def _check_losses(self, mine: Tensor) -> None:
-        first = mine.clone()
-        self.tensor.broadcast_(first)
-        if float((mine - first).norm()) > LOSS_ALIKE * max(float(mine.norm()), float(first.norm())):
-            raise UserError(
-                "the loss differs between the ranks of parallel.tp",
-                "the loss, or a layer before it, sees only its rank's part of the vocabulary, the "
-                "width or the tokens: give the layers before it no styles in `tensor_plan`, or use "
-                "nn.CrossEntropyLoss with style vocab",
-            )
+        return differing
 
     @property
     def completed(self) -> Sequence[Parameter]:

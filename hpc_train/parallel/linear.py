@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from hpc_train.collectives import Collectives
+from hpc_train.errors import UserError
 from hpc_train.models.initial import LORA_A, LORA_B
 from hpc_train.models.kept import kept
 from hpc_train.models.linear import lowered, product
@@ -212,7 +213,18 @@ class ParallelLinear(nn.Module):
 
         For style rowwise K counts this rank's inputs, for style colwise N counts its outputs. Under
         `torch.autocast` the ranks compute and exchange tensors of autocast's type.
+
+        Raises:
+            UserError: the input has another width.
         """
+        if self.style != "whole" and input.shape[-1] != self.weight.shape[1]:
+            raise UserError(
+                f"a {self.style} Linear({self.in_features}, {self.out_features}) takes "
+                f"{self.weight.shape[1]} features on each rank, and gets {list(input.shape)}",
+                "a rank has its part of what a colwise layer returns, and a rowwise layer takes "
+                "it; take sizes from it, as in `q = self.q(x)`, "
+                "`q.view(*q.shape[:2], -1, head_size)`",
+            )
         later = self.bias if self.style == "rowwise" else None  # added once, to the sum
         at_once = None if self.style == "rowwise" else self.bias
         # A weight whose gradient is deferred is kept out of the graph: otherwise its hooks would

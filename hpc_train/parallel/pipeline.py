@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from hpc_train.models.dropout import SampleDropout, SeedsInUse
 from hpc_train.mpi.group import Group
 from hpc_train.parallel import schedule as schedules
+from hpc_train.parallel.graphs import graph_nodes
 from hpc_train.parallel.linear import Deferred, compute
 from hpc_train.parallel.schedule import Action, Kind, Name, Schedule
 from hpc_train.parallel.stages import Stages
@@ -269,16 +270,9 @@ def _send_zeros(loss: Tensor) -> None:
     A mean over no items divides by 0, and so does its gradient. The backward pass is not left out,
     because layers may communicate in it with ranks whose losses count.
     """
-    todo = [loss.grad_fn]
-    seen = {None, *todo}
-    while todo:
-        node = todo.pop()
-        if node is None or node.name().endswith("AccumulateGrad"):  # it lasts longer than the pass
-            continue
-        node.register_hook(_zeros)
-        new = {following for following, _ in node.next_functions} - seen
-        seen |= new
-        todo += new
+    for node in graph_nodes(loss):
+        if not node.name().endswith("AccumulateGrad"):  # it lasts longer than the pass
+            node.register_hook(_zeros)
 
 
 def _zeros(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:

@@ -24,6 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from hpc_train.errors import UserError
 from hpc_train.models.gate import Gate
 from hpc_train.parallel.divide import divide
+from hpc_train.parallel.graphs import Passages, parameters_in
 from hpc_train.parallel.received import depends_on_received, received
 from hpc_train.parallel.tensor import matching
 
@@ -32,6 +33,7 @@ APART = (
     "be one stage"
 )
 COMPUTING = nn.Linear, _ConvNd, nn.RNNBase, nn.MultiheadAttention  # layers that take time
+LOSSES_SEEN = 2  # micro-batches whose losses are searched for parameters
 REMEDY = "let it call each of its `stages` once and in order, with the result of the stage before"
 
 
@@ -85,6 +87,7 @@ class Cursor:
         graded: whether the pass computes gradients.
         outside: the saved buffers that lie in no stage, as `Stages._outside` has them before the
             part of the pass in which they must not change.
+        passages: where the modules lie in the graph.
     """
 
     run: range
@@ -94,6 +97,7 @@ class Cursor:
     entered: bool = False
     graded: bool = field(default_factory=torch.is_grad_enabled)
     outside: dict[str, tuple[Tensor, int]] | None = None
+    passages: Passages = field(default_factory=Passages)
 
 
 class Stages:
@@ -110,6 +114,7 @@ class Stages:
         self.names = list(names)
         self._model = model
         self._cursor: Cursor | None = None  # the pass under way, if any
+        self._losses_seen = 0
         kept = {position for run in mine for position in run}
         for position, name in enumerate(names):
             if position not in kept:
@@ -141,6 +146,7 @@ class Stages:
                 stages, with a tensor as its first argument. Or it changes a buffer outside of them.
         """
         cursor = Cursor(self.runs[virtual_stage], activation)
+        cursor.passages.wanted = cursor.graded and self._losses_seen < LOSSES_SEEN
         if virtual_stage:  # what comes before the first stage happens in each of the rank's passes
             cursor.outside = self._outside()
         with self._under_way(cursor):
@@ -164,6 +170,9 @@ class Stages:
             raise UserError(f"the forward pass did not reach {self._due(cursor)}", REMEDY)
         self._check_own(cursor, "the end of the forward pass", result)
         self._check_outside(cursor)
+        if cursor.passages.wanted:
+            self._losses_seen += 1
+            self._check_parameters(cursor.passages, result)
         return result
 
     def recomputing(
@@ -226,7 +235,7 @@ class Stages:
             if not cursor.again:
                 self._check_own(cursor, f"stage {name}", (args, how))
         assert original is not None  # a run has modules of this rank only
-        return original(*args, **how)
+        return cursor.passages.noted(original, args, how)
 
     def _advance(self, cursor: Cursor, position: int, args: Any) -> None:
         """Note that a stage module is called. It must be the one that is due, and get a tensor."""
@@ -248,6 +257,20 @@ class Stages:
                 "the result of the stage directly before reaches a stage",
                 APART,
             )
+
+    def _check_parameters(self, passages: Passages, loss: Tensor) -> None:
+        """Refuse a loss that uses parameters of this rank where each rank has others."""
+        last = self.names[-1]
+        whole = {*self._model.get_submodule(last).parameters()}  # each layout has these on one rank
+        own = {p: n for n, p in self._model.named_parameters() if p not in whole}
+        for parameter in parameters_in(loss, passages.nodes):
+            if parameter in own:
+                raise UserError(
+                    f"the loss uses parameter {own[parameter]} itself, but the parameters of other "
+                    "stages are on other ranks",
+                    "let it use only what the model returns, and optimizer.weight_decay in place "
+                    "of a penalty",
+                )
 
     def _outside(self) -> dict[str, tuple[Tensor, int]]:
         """The saved buffers that lie in no stage, each with the number of its changes."""

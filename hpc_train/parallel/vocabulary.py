@@ -6,6 +6,8 @@ No rank holds the whole embedding table or whole logits. The method is from Shoe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,6 +97,31 @@ class VocabParallelCrossEntropy(nn.Module):
         losses: Tensor = _CrossEntropy.apply(input, target, self.over)
         losses = losses.masked_fill(~counted, 0)
         return losses if self.reduction == "none" else losses.sum() / counted.sum()
+
+
+@contextmanager
+def whole_logits_missed(model: nn.Module, over: Collectives) -> Iterator[None]:
+    """A context for a loss. It says why torch's own loss of a part of the logits fails.
+
+    Args:
+        model: has a `tensor_plan`, if ranks share its layers.
+        over: the ranks that share them.
+
+    Raises:
+        UserError: a target is beyond the logits that this rank has.
+    """
+    try:
+        yield
+    except IndexError as error:
+        divided = over.group.size > 1 and "vocab" in getattr(model, "tensor_plan", {}).values()
+        if not divided or "out of bounds" not in str(error):
+            raise
+        what = str(error).rstrip(".")
+        raise UserError(
+            f"the loss fails ({what}); a rank may have only its part of the logits",
+            "in place of F.cross_entropy let the model have an nn.CrossEntropyLoss, with the style "
+            "vocab in `tensor_plan`",
+        ) from error
 
 
 def _check_inside(tokens: Tensor, vocab: int) -> None:

@@ -24,7 +24,7 @@ from hpc_train.training.finite import check_finite
 
 logger = logging.getLogger(__name__)
 
-STEPS_COMPARED = 20  # steps of a job in which tensor-parallel ranks compare their gradients
+STEPS_COMPARED = 20  # steps of a job in which tensor-parallel ranks compare what they computed
 
 
 def is_unwaited(config: RunConfig, optimizer: Optimizer, device: torch.device) -> bool:
@@ -73,9 +73,8 @@ class OptimizerSteps(ExtraState):
         self.config, self.group = config, group
         self.averager, self.scaler, self.layout = averager, scaler, layout
         self.device, self.unwaited = device, unwaited
-        # In 16 bits a correct gradient may be mostly rounding.
-        exact = config.precision.dtype in ("float32", "float64")
-        self._to_compare = STEPS_COMPARED if config.parallel.tp > 1 and exact else 0
+        self._exact = config.precision.dtype in ("float32", "float64")
+        self._to_compare = STEPS_COMPARED if config.parallel.tp > 1 else 0
         self._unseen = 0  # the step whose norm was not looked at yet
 
     def advance(
@@ -104,7 +103,7 @@ class OptimizerSteps(ExtraState):
             if self._to_compare:
                 self._to_compare -= 1
                 with agreed(self.group):
-                    self.layout.check_alike(self.averager, losses)
+                    self.layout.check_alike(self.averager, losses, exact=self._exact)
             if self.unwaited is not None:
                 return self._take_unwaited(self.unwaited, step, loss, needed=needed)
             limit, norm = self.config.optimizer.clip_norm, 0.0

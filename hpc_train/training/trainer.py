@@ -33,6 +33,7 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.simulate import enough
+from hpc_train.parallel.vocabulary import whole_logits_missed
 from hpc_train.planning.schedules import OPTIMIZER_TENSORS
 from hpc_train.seeds import mix, mix_each
 from hpc_train.training.assemble import assemble
@@ -348,14 +349,14 @@ class Trainer:
 
     def _loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
         """The loss of a micro-batch, computed in the number format of the configuration."""
-        with self._number_format():
+        with self._number_format(), self._told_of_parts():
             return checked_loss(self.loss(model or self.model, batch))
 
     def _measured(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The loss of held-out samples, as `_loss`, and the rows that the task's scores need."""
         if self.task.scores is None:
             return self._loss(batch), {}
-        with self._number_format():
+        with self._number_format(), self._told_of_parts():
             loss, rows = self.task.scores.measure(self.model, batch)
             return checked_loss(loss), rows
 
@@ -364,6 +365,10 @@ class Trainer:
         if self.scaler is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.scaler.dtype)
+
+    def _told_of_parts(self) -> AbstractContextManager[None]:
+        """A context in which errors of the loss say what this rank's part of the model explains."""
+        return whole_logits_missed(self.model, self.layout.gradients.tensor)
 
     def _seed(self, step: int, micro_batch: MicroBatch, virtual_stage: int) -> None:
         """Seed the random generators, and the model's own draws, for a micro-batch."""

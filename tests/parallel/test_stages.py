@@ -252,6 +252,40 @@ def test_a_result_that_skips_a_rank_is_refused(how, where, ranks):
         passed_on(parts(Skipping(how), ranks), 1, torch.randn(2, 3).double())
 
 
+class Viewed(nn.Linear):
+    """Returns a view. If that is changed in place, its graph goes on from what it is a view of."""
+
+    def forward(self, x):
+        return super().forward(x)[:]
+
+
+class Penalised(User):
+    """Adds a penalty on the parameters of its last stage, or of all of them."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.middle = nn.ModuleList(Viewed(4 + i, 5 + i) for i in range(4)).double()
+
+    def forward(self, x):
+        h = self.first(x)
+        for layer in self.middle:
+            h = layer(h)
+        result = self.last(h.mul_(2) + 1).mean() + h.mean()
+        used = self.parameters() if self.how == "all" else self.last.parameters()
+        return result + sum(p.square().sum() for p in used)
+
+
+def test_a_loss_that_uses_parameters_of_one_rank_is_refused():
+    with pytest.raises(UserError, match=r"uses parameter middle\.\d.* optimizer\.weight_decay"):
+        passed_on(parts(Penalised("all"), 2), 1, torch.randn(2, 3).double())
+
+
+def test_a_loss_that_uses_the_last_stage_alone_is_taken():
+    model, x = Penalised("last"), torch.randn(2, 3).double()
+    assert torch.equal(passed_on(parts(model, 2), 1, x), model(x))
+
+
 class Counting(User):
     """Its buffers lie in no stage: one that never changes, one for inputs, one between stages."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from hpc_train.errors import CheckpointMismatch, RankError, UserError, error_in_words
@@ -48,6 +50,27 @@ def test_a_loss_that_is_not_one_number_with_gradients(group, together, change, w
     trainer = make(together, Runtime(group, group), loss=lambda *given: change(mean(*given)))
     with pytest.raises(UserError, match=f"loss has returned .*{what}"):
         trainer.train()
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tensor_plan = {"token": "vocab", "output": "vocab"}
+        self.token, self.output = nn.Embedding(12, 4), nn.Linear(4, 12)
+
+    def forward(self, text):
+        return self.output(self.token(text)).flatten(0, -2)
+
+
+@pytest.mark.ranks(2)
+def test_torchs_own_loss_of_divided_logits_is_told(group, together):
+    text = TensorDataset(torch.arange(12).expand(48, 12))
+    task = TrainingTask(
+        Words(), text, lambda words, batch: F.cross_entropy(words(*batch), batch[0].flatten())
+    )
+    settings = config(together, "--data.validation_every", "0", "--parallel.tp", "2")
+    with pytest.raises(UserError, match=r"Target 6 .*: in place of F.cross_entropy .* style vocab"):
+        Trainer(settings, task, Runtime(group, group)).train()
 
 
 @pytest.mark.ranks(1, 2)

@@ -290,10 +290,11 @@ def helper_process(path: Path) -> Iterator[Helper]:
         state = "has no index"
         if index_path(path).exists():
             state = "has another size or time of change than in its index"
+        why = why.removeprefix("hpc_train.start_workers() was not called before MPI started, and ")
         raise UserError(
-            f"{path} {state}, and this rank cannot look into it. MPI runs, and {why}",
-            "call hpc_train.start_workers() at the beginning of the script, or run "
-            f"`hpc-train data index {path}` once",
+            f"{path} {state}, and a rank that uses MPI cannot index it",
+            f"run `hpc-train data index {path}` once, or call hpc_train.start_workers() at the "
+            f"beginning of the script ({why})",
         )
     with _forked() as helper:
         yield helper
