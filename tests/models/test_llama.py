@@ -360,3 +360,12 @@ def test_a_larger_vocabulary_and_a_part_of_the_weights(tmp_path):
 def test_sizes_with_one_difference_are_another_shape():
     assert replace(shape(), rope_theta=1e4) != shape()
     assert shape().identity["model.rope_theta"] == 500.0
+
+
+def test_a_rotation_has_the_gradient_of_its_formula():
+    rotary, draws = Rotary(6, 100.0), torch.Generator().manual_seed(0)
+    table = rotary.table(torch.arange(5).unsqueeze(0), torch.float64)
+    x = torch.randn(2, 5, 3, 6, generator=draws, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda given: rotated(given, table), x)
+    low = rotated(x.detach().bfloat16(), table.float())
+    torch.testing.assert_close(low.double(), rotated(x, table).detach(), rtol=0.02, atol=0.02)

@@ -32,21 +32,27 @@ from hpc_train.models.rms_norm import HeadNorm, RmsNorm
 
 
 class _SwiGluFunction(torch.autograd.Function):
-    """silu(gate) * up. It keeps its two inputs only, where torch's functions keep silu(gate)."""
+    """silu(gate) * up of x (..., 2, W), whose last rows but one are gate and up.
+
+    It keeps x only, where torch's functions keep silu(gate) besides.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.unbind(-2)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        share = torch.sigmoid(gate)
-        open_gate = share * gate
-        slope = torch.addcmul(share, open_gate, 1 - share)  # the derivative of silu
-        return slope.mul_(up).mul_(dy), open_gate.mul_(dy)
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.unbind(-2)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.unbind(-2)
+        dgate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+        torch.mul(F.silu(gate), dy, out=dup)
+        return dx
 
 
 class SwiGlu(nn.Module):
@@ -69,8 +75,8 @@ class SwiGlu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform x of shape (B, T, C); returns the same shape."""
-        gate, up = self.gate_up(x).unflatten(-1, (-1, 2, self.group_width)).unbind(-2)
-        transformed: Tensor = self.down(_SwiGluFunction.apply(gate, up).flatten(-2))
+        both = self.gate_up(x).unflatten(-1, (-1, 2, self.group_width))
+        transformed: Tensor = self.down(_SwiGluFunction.apply(both).flatten(-2))
         return transformed
 
 

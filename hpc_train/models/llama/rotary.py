@@ -9,9 +9,11 @@ paired as Hugging Face's models pair them: the first half of a head with its sec
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # What Llama 3.1 to 3.3 have in `rope_scaling`, all alike.
 LOW_FREQUENCY, HIGH_FREQUENCY, ORIGINAL_LENGTH = 1.0, 4.0, 8192
@@ -57,9 +59,35 @@ class Rotary:
         return torch.stack([turned.cos(), turned.sin()]).unsqueeze(3)
 
 
+class _Rotation(torch.autograd.Function):
+    """Turns both halves of a tensor's last dimension into each other, without copies besides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(dy, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    one, other = turned.chunk(2, -1)
+    torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=other).addcmul_(first, sin)
+    return turned
+
+
 def rotated(x: Tensor, table: Tensor) -> Tensor:
     """Rotate queries or keys of shape (B, T, H, D) by a `Rotary.table`; they keep their type."""
     cos, sin = table
+    if x.dtype == table.dtype and not torch.compiler.is_compiling():
+        turned: Tensor = _Rotation.apply(x, cos, sin)
+        return turned
     first, second = x.chunk(2, -1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return turned.to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
