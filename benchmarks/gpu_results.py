@@ -77,6 +77,8 @@ class Case:
 
 PIPELINE = {"parallel.pp": 2, "data.micro_batch": 4}
 HOST = {"memory.offload": "optimizer"}
+LLAMA = {"model.kind": "llama", "model.kv_heads": 2}
+QWEN = {"model.kind": "qwen3", "model.kv_heads": 2}
 CASES = {
     "one rank": Case(),
     "one rank, started cold": Case(words=("--cold",)),
@@ -100,6 +102,8 @@ CASES = {
     "host optimizer, two ranks, zero 1": Case({**HOST, "memory.zero": 1}, 2, gpu=True),
     "host optimizer, two ranks, zero 2": Case({**HOST, "memory.zero": 2}, 2, gpu=True),
     "fine-tuning": Case(ranks=2, reference={"finetune.lora": 2}),
+    "Llama, compiled": Case({"run.compile": "true"}, reference=LLAMA),
+    "Qwen, tensor parallel": Case({"parallel.tp": 2}, 2, reference=QWEN),
     "a table": Case(ranks=2, of_table=True),
 }
 
