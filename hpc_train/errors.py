@@ -313,21 +313,37 @@ def check_kinds(given: Any, name: str) -> None:
     """
     for key, kind in get_type_hints(type(given)).items():
         value = getattr(given, key)
-        if not _fits(value, kind):
-            what = "empty" if value is None else repr(value)
-            raise ConfigError(f"{name}.{key} is {what}", f"give {kind_in_words(kind)}")
+        if fits(value, kind):
+            continue
+        for item_kind in item_kinds(kind) if isinstance(value, list | tuple) else ():
+            wrong = next(item for item in value if not fits(item, item_kind))
+            raise ConfigError(
+                f"{name}.{key} has {wrong!r} in its list", f"give {kind_in_words(item_kind)}"
+            )
+        what = "empty" if value is None else repr(value)
+        raise ConfigError(f"{name}.{key} is {what}", f"give {kind_in_words(kind)}")
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def item_kinds(kind: Any) -> list[Any]:
+    """The types of the items of the lists that a type allows."""
+    lists = [one for one in (kind, *get_args(kind)) if get_origin(one) is list]
+    return [item for one in lists for item in get_args(one)]
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value has a type, as `check_kinds` compares them."""
+    if kind is Any:
+        return True
     if get_origin(kind) is Literal:
         return any(value == one and type(value) is type(one) for one in get_args(kind))
     if get_origin(kind) in (Union, types.UnionType):
-        return any(_fits(value, one) for one in get_args(kind))
+        return any(fits(value, one) for one in get_args(kind))
     if kind in _NUMBERS:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     base = get_origin(kind) or kind
     if base is list:
-        return isinstance(value, list | tuple)
+        listed = isinstance(value, list | tuple)
+        return listed and all(fits(item, one) for one in get_args(kind) for item in value)
     return not isinstance(base, type) or isinstance(value, base)
 
 
