@@ -26,6 +26,7 @@ import sys
 import types
 from collections.abc import Sequence
 from contextlib import suppress
+from io import FileIO
 from numbers import Integral, Real
 from typing import Any, Literal, TextIO, Union, get_args, get_origin, get_type_hints
 
@@ -231,12 +232,13 @@ def file_error(error: BaseException) -> HpcTrainError | None:
 
 
 def _takes_output(stream: TextIO) -> bool:
-    """Whether a stream takes what its buffer still holds."""
+    """Whether a stream has taken what was written to it, and takes what its buffer still holds."""
     try:
         stream.flush()
     except OSError:
         return False
-    return True
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    return not isinstance(raw, Output) or raw.failed is None
 
 
 def _raised_here(error: BaseException) -> bool:
@@ -277,6 +279,25 @@ class Stopped(Exception):
         """How the run goes on: by `again`, once what keeps it from that is gone."""
         first = "remove the file, and " if self.reason.startswith("the file ") else ""
         return f"{first}{again} resumes from there"
+
+
+class Output(FileIO):
+    """A standard stream that remembers the error of its last write, if it has failed.
+
+    `print_line` and argparse let such an error pass, and a long text is then in no buffer any more.
+    """
+
+    failed: OSError | None = None
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        """Write bytes; returns their number."""
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.failed = error
+            raise
+        self.failed = None
+        return written
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:

@@ -225,14 +225,24 @@ def test_closed_streams_are_no_error(streams):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("words", [["cancel", "."], ["topology"]], ids=" ".join)
-def test_output_that_finds_no_space_is_one_line(tmp_path, monkeypatch, words):
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        ("cancel .", ""),
+        ("topology", "1"),
+        ("train --print_config", "1"),
+        ("train --help", ""),  # longer than a buffer
+        ("prepare text a.txt --out data", "1"),  # printed by rank 0, where no error ends a job
+    ],
+)
+def test_output_that_finds_no_space_is_one_line(tmp_path, monkeypatch, words, unbuffered):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "LATEST").touch()
+    (tmp_path / "a.txt").write_text("a text\n")
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            command(*words),
-            env=os.environ | {"PYTHONUNBUFFERED": ""},
+            command(*words.split()),
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
