@@ -335,6 +335,8 @@ def check_kinds(given: Any, name: str) -> None:
     for key, kind in get_type_hints(type(given)).items():
         value = getattr(given, key)
         if fits(value, kind):
+            if isinstance(value, Integral) and abs(int(value)) >= 1 << 63:
+                raise ConfigError(f"{name}.{key} is {value}", "give a number below 2**63")
             continue
         for item_kind in item_kinds(kind) if isinstance(value, list | tuple) else ():
             wrong = next(item for item in value if not fits(item, item_kind))

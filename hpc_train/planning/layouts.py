@@ -117,12 +117,16 @@ class Candidate:
         for count in np.unique(self.together).tolist():  # nodes may have different numbers of ranks
             by = replace(self.dividing, ranks=count)
             needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, by, held)
-            of_stages = np.array([[need.own for need in needs], [need.host for need in needs]])
+            of_stages = np.array(
+                [[need.own for need in needs], [need.host for need in needs]],
+                dtype=np.float64,  # the needs of absurd sizes are larger than any integer of numpy
+            )
             each = np.where(self.together == count, of_stages[:, None, :, None], each)
         own, host = each
 
         def of_nodes(ranks: NDArray[np.float64]) -> NDArray[np.int64]:
-            return np.rint(np.bincount(self.node.ravel(), ranks.ravel())).astype(np.int64)
+            sums = np.bincount(self.node.ravel(), ranks.ravel())
+            return np.rint(np.minimum(sums, 1 << 62)).astype(np.int64)
 
         return int(own.max()), of_nodes(own), of_nodes(host)
 
