@@ -307,8 +307,13 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
     A stream that cannot be written, such as a file on a full disk, ends no job. What finds no room
     comes with a later line, as far as the stream's buffer keeps it.
     """
+    stream = sys.stdout if stream is None else stream
     with suppress(OSError):
-        print(f"{text}\n", end="", file=stream, flush=True)
+        try:
+            print(f"{text}\n", end="", file=stream, flush=True)
+        except UnicodeEncodeError:  # a character that the stream's encoding lacks
+            shown = text.encode(stream.encoding, "backslashreplace").decode(stream.encoding)
+            print(f"{shown}\n", end="", file=stream, flush=True)
 
 
 def print_error(error: HpcTrainError | str) -> None:
