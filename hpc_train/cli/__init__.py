@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train import __version__
-from hpc_train.cli.verb import EXIT_CODES, Parser
+from hpc_train.cli.verb import EXIT_CODES, Parser, wants_help
 from hpc_train.errors import (
     HpcTrainError,
     Output,
@@ -112,6 +112,8 @@ def _open_streams() -> Output | None:
 def _run(arguments: list[str]) -> int:
     try:
         _check_folder()
+        if _asks(arguments) and not _first_rank():
+            return 0  # rank 0 prints it, once for all
         if arguments[:1] == ["train"] and (code := _started_warm(arguments)) is not None:
             return code
         if arguments and arguments[0] in VERBS:
@@ -122,6 +124,19 @@ def _run(arguments: list[str]) -> int:
     except HpcTrainError as error:
         print_error(error)
         return error.exit_code
+
+
+def _asks(arguments: Sequence[str]) -> bool:
+    """Whether the program is only asked for its help, its version or a configuration."""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    printed = own[:1] == ["train"] and any(word.startswith("--print_config") for word in own)
+    return printed or wants_help(own) or own[:1] == ["--version"]
+
+
+def _first_rank() -> bool:
+    from hpc_train.mpi import environment
+
+    return environment.launched_rank(os.environ) == 0
 
 
 def _check_folder() -> None:

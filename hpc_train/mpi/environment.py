@@ -126,6 +126,15 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     return None
 
 
+def launched_rank(environ: Mapping[str, str]) -> int:
+    """This process's rank by its launcher's variables; 0 for one that no MPI launcher started."""
+    try:
+        launch = read_launch(environ)
+    except SetupError:
+        return 0
+    return launch.rank if launch else 0
+
+
 def started_by_srun(environ: Mapping[str, str], launch: Launch) -> bool:
     """Whether srun started this process as a rank, and not a daemon that has started the rank."""
     return _gives(environ, SRUN, launch.rank, launch.size)

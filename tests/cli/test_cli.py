@@ -16,8 +16,10 @@ import hpc_train
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.cli import main
 from hpc_train.config.file import KEYS, load
+from hpc_train.config.keys import from_yaml
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import save_tensors
+from tests.programs import command as on_ranks
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
 
@@ -157,6 +159,20 @@ def test_print_config_gives_a_file_that_means_the_same(tmp_path):
     assert printed.returncode == 0
     (tmp_path / "all.yaml").write_text(printed.stdout)
     assert load(tmp_path / "all.yaml") == load(None, options)
+
+
+def test_ranks_print_a_configuration_once():
+    printed = run(*on_ranks("mpirun", 2, "train", "--run.steps", "3", "--print_config"))
+    assert (printed.returncode, printed.stdout.count("steps: 3")) == (0, 1), printed.stderr
+    assert from_yaml(printed.stdout)["run"]["steps"] == 3
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "train --help", "predict -h"])
+def test_help_is_printed_by_rank_0_only(monkeypatch, capfd, words):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert main(words.split()) == 0
+    assert capfd.readouterr() == ("", "")
 
 
 def test_print_config_refuses_what_training_refuses():
