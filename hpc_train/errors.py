@@ -26,6 +26,7 @@ import sys
 import types
 from collections.abc import Sequence
 from contextlib import suppress
+from io import FileIO
 from numbers import Integral, Real
 from typing import Any, Literal, TextIO, Union, get_args, get_origin, get_type_hints
 
@@ -231,12 +232,13 @@ def file_error(error: BaseException) -> HpcTrainError | None:
 
 
 def _takes_output(stream: TextIO) -> bool:
-    """Whether a stream takes what its buffer still holds."""
+    """Whether a stream has taken what was written to it, and takes what its buffer still holds."""
     try:
         stream.flush()
     except OSError:
         return False
-    return True
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    return not isinstance(raw, Output) or raw.failed is None
 
 
 def _raised_here(error: BaseException) -> bool:
@@ -279,6 +281,25 @@ class Stopped(Exception):
         return f"{first}{again} resumes from there"
 
 
+class Output(FileIO):
+    """A standard stream that remembers the error of its last write, if it has failed.
+
+    `print_line` and argparse let such an error pass, and a long text is then in no buffer any more.
+    """
+
+    failed: OSError | None = None
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        """Write bytes; returns their number."""
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.failed = error
+            raise
+        self.failed = None
+        return written
+
+
 def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print a line on a stream, standard output by default, at once and by one write.
 
@@ -286,8 +307,13 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
     A stream that cannot be written, such as a file on a full disk, ends no job. What finds no room
     comes with a later line, as far as the stream's buffer keeps it.
     """
+    stream = sys.stdout if stream is None else stream
     with suppress(OSError):
-        print(f"{text}\n", end="", file=stream, flush=True)
+        try:
+            print(f"{text}\n", end="", file=stream, flush=True)
+        except UnicodeEncodeError:  # a character that the stream's encoding lacks
+            shown = text.encode(stream.encoding, "backslashreplace").decode(stream.encoding)
+            print(f"{shown}\n", end="", file=stream, flush=True)
 
 
 def print_error(error: HpcTrainError | str) -> None:
@@ -313,21 +339,39 @@ def check_kinds(given: Any, name: str) -> None:
     """
     for key, kind in get_type_hints(type(given)).items():
         value = getattr(given, key)
-        if not _fits(value, kind):
-            what = "empty" if value is None else repr(value)
-            raise ConfigError(f"{name}.{key} is {what}", f"give {kind_in_words(kind)}")
+        if fits(value, kind):
+            if isinstance(value, Integral) and abs(int(value)) >= 1 << 63:
+                raise ConfigError(f"{name}.{key} is {value}", "give a number below 2**63")
+            continue
+        for item_kind in item_kinds(kind) if isinstance(value, list | tuple) else ():
+            wrong = next(item for item in value if not fits(item, item_kind))
+            raise ConfigError(
+                f"{name}.{key} has {wrong!r} in its list", f"give {kind_in_words(item_kind)}"
+            )
+        what = "empty" if value is None else repr(value)
+        raise ConfigError(f"{name}.{key} is {what}", f"give {kind_in_words(kind)}")
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def item_kinds(kind: Any) -> list[Any]:
+    """The types of the items of the lists that a type allows."""
+    lists = [one for one in (kind, *get_args(kind)) if get_origin(one) is list]
+    return [item for one in lists for item in get_args(one)]
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value has a type, as `check_kinds` compares them."""
+    if kind is Any:
+        return True
     if get_origin(kind) is Literal:
         return any(value == one and type(value) is type(one) for one in get_args(kind))
     if get_origin(kind) in (Union, types.UnionType):
-        return any(_fits(value, one) for one in get_args(kind))
+        return any(fits(value, one) for one in get_args(kind))
     if kind in _NUMBERS:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     base = get_origin(kind) or kind
     if base is list:
-        return isinstance(value, list | tuple)
+        listed = isinstance(value, list | tuple)
+        return listed and all(fits(item, one) for one in get_args(kind) for item in value)
     return not isinstance(base, type) or isinstance(value, base)
 
 

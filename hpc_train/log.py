@@ -69,7 +69,9 @@ def to_file(directory: Path, rank: int, size: int) -> logging.Handler:
     The file of rank 0 is DIRECTORY/rank-000.log. A run that is resumed appends to its files.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    handler = RankFileHandler(directory / f"rank-{rank:03d}.log")
+    path = directory / f"rank-{rank:03d}.log"
+    # A path of bytes that are no text has characters that UTF-8 lacks.
+    handler = RankFileHandler(path, encoding="utf-8", errors="backslashreplace")
     line = f"%(asctime)s [{rank}/{size} {socket.gethostname()}] %(levelname)s %(message)s"
     handler.setFormatter(logging.Formatter(line))
     logger = logging.getLogger(ROOT)

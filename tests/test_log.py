@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 
 from hpc_train import log
+
+
+def test_a_character_that_the_locale_lacks_loses_no_line(tmp_path, monkeypatch):
+    console = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", console)
+    handlers = [log.to_console(0), log.to_file(tmp_path, 0, 1)]
+    try:
+        logging.getLogger(f"{log.ROOT}.part").info(
+            "ö → %s", b"bad\xff".decode(errors="surrogateescape")
+        )
+    finally:
+        log.stop(*handlers)
+    assert (tmp_path / "rank-000.log").read_text(encoding="utf-8").endswith(" ö → bad\\udcff\n")
+    assert console.buffer.getvalue() == b"\xf6 \\u2192 bad\\udcff\n"
 
 
 def test_a_log_that_cannot_be_written_is_one_warning(tmp_path, capsys):

@@ -10,13 +10,20 @@ import importlib
 import os
 import select
 import sys
-from io import TextIOWrapper
+from io import BufferedWriter, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train import __version__
-from hpc_train.cli.verb import EXIT_CODES, Parser
-from hpc_train.errors import HpcTrainError, UserError, file_error, print_error, told_interrupted
+from hpc_train.cli.verb import EXIT_CODES, Parser, wants_help
+from hpc_train.errors import (
+    HpcTrainError,
+    Output,
+    UserError,
+    file_error,
+    print_error,
+    told_interrupted,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,13 +56,15 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `hpc-train`; returns the exit code."""
-    _open_streams()
+    output = _open_streams()
     code = 0
     try:
         try:
             code = _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
             sys.stdout.flush()  # here, where a reader that has gone is no error
+            if output is not None and output.failed is not None:
+                raise output.failed.with_traceback(None)  # whichever library was printing
     except KeyboardInterrupt:
         return told_interrupted()
     except OSError as error:
@@ -73,20 +82,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _open_streams() -> None:
-    """Let standard streams that are closed, as by `>&-`, lead to nowhere, not to a later file."""
+def _open_streams() -> Output | None:
+    """Prepare the standard streams; returns what standard output writes to, if it is a file.
+
+    Streams that are closed, as by `>&-`, lead to nowhere, not to a later file.
+    """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             stream = open(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w")  # noqa: PTH123, SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
-    if isinstance(sys.stdout, TextIOWrapper):  # what a console of few characters lacks is no error
-        sys.stdout.reconfigure(errors="replace")
+    given = sys.stdout
+    if not isinstance(given, TextIOWrapper):
+        return None
+    given.reconfigure(errors="replace")  # what a console of few characters lacks is no error
+    if given is not sys.__stdout__:
+        return None
+    # With PYTHONUNBUFFERED, Python's own stream loses what the system does not take at once.
+    output = Output(given.fileno(), "w", closefd=False)
+    sys.stdout = TextIOWrapper(
+        BufferedWriter(output),
+        given.encoding,
+        given.errors,
+        line_buffering=given.line_buffering or given.write_through,
+    )
+    return output
 
 
 def _run(arguments: list[str]) -> int:
     try:
         _check_folder()
+        if _asks(arguments) and not _first_rank():
+            return 0  # rank 0 prints it, once for all
         if arguments[:1] == ["train"] and (code := _started_warm(arguments)) is not None:
             return code
         if arguments and arguments[0] in VERBS:
@@ -97,6 +124,19 @@ def _run(arguments: list[str]) -> int:
     except HpcTrainError as error:
         print_error(error)
         return error.exit_code
+
+
+def _asks(arguments: Sequence[str]) -> bool:
+    """Whether the program is only asked for its help, its version or a configuration."""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    printed = own[:1] == ["train"] and any(word.startswith("--print_config") for word in own)
+    return printed or wants_help(own) or own[:1] == ["--version"]
+
+
+def _first_rank() -> bool:
+    from hpc_train.mpi import environment
+
+    return environment.launched_rank(os.environ) == 0
 
 
 def _check_folder() -> None:

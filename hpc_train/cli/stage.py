@@ -33,6 +33,7 @@ def options() -> Parser:
     made.add_argument(
         "--environment",
         metavar="PATH",
+        type=_environment,
         help="the virtual environment or conda environment to copy, or none "
         "(default: that of this program)",
     )
@@ -79,12 +80,19 @@ def _expanded(text: str) -> Path:
     """A path in which the job may have set variables.
 
     Raises:
-        ArgumentTypeError: a variable in it is not set.
+        ArgumentTypeError: a variable in it is not set, or there is no user of its ~name.
     """
     path = os.path.expandvars(text)
     if "$" in path:
         raise ArgumentTypeError(f"{text!r} has a variable that is not set")
-    return Path(path).expanduser()
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ArgumentTypeError(f"{text!r}: there is no user {Path(path).parts[0][1:]}") from None
+
+
+def _environment(text: str) -> Path | str:
+    return text if text == NO_ENVIRONMENT else _expanded(text)
 
 
 def _run(arguments: Sequence[str], runtime: Runtime) -> None:
@@ -95,7 +103,7 @@ def _run(arguments: Sequence[str], runtime: Runtime) -> None:
     if given.clean:
         clean(runtime, given.to)
         return
-    environment = own_environment() if given.environment is None else Path(given.environment)
+    environment = own_environment() if given.environment is None else given.environment
     if given.environment == NO_ENVIRONMENT:
         environment = None
     elif environment is not None:

@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from hpc_train.config import ProfileSection, RunConfig, keys
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, fits, item_kinds
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -62,7 +62,8 @@ def check_file(path: Path) -> dict[str, Any]:
     """
     if path.is_fifo():
         raise ConfigError(f"{path} is a pipe, which cannot be read twice", "write it to a file")
-    found = _flat(keys.read_mapping(path, "configuration"))
+    tree, written = keys.read_with_texts(path, "configuration", keys.GIVE_PATH)
+    found, texts = _flat(tree), _flat(written)
     for key, value in found.items():
         if kind := SECTIONS.get(key) or PARTS.get(key):
             raise ConfigError(
@@ -70,7 +71,26 @@ def check_file(path: Path) -> dict[str, Any]:
                 f"write its keys below it, such as {fields(kind)[0].name}:",
             )
         keys.check_key(key, KEYS, path)
+        found[key] = _as_taken(value, texts[key], type_of(key))
     return found
+
+
+def type_of(key: str) -> Any:
+    """The type of a key's value."""
+    section, _, name = key.rpartition(".")
+    return get_type_hints({**SECTIONS, **PARTS}[section])[name]
+
+
+def _as_taken(value: Any, text: Any, kind: Any) -> Any:
+    """A value of a file, or its text where the key takes no such number, and no true or false.
+
+    YAML reads a folder named 2024 as a number, and off as false.
+    """
+    if isinstance(value, dict):  # of a list of {path, weight}
+        return value | {name: text[name] for name in value if name == "path"}
+    for item_kind in item_kinds(kind) if isinstance(value, list) else ():
+        return [_as_taken(*one, item_kind) for one in zip(value, text, strict=True)]
+    return value if fits(value, kind) else text
 
 
 def _flat(tree: dict[str, Any], section: str = "") -> dict[str, Any]:

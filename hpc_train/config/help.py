@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import types
 from argparse import Action
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal, Union, get_args, get_origin
 
 from jsonargparse import DefaultHelpFormatter
 
-from hpc_train.config.file import KEYS, PARTS, PATH_KEYS, SECTIONS
+from hpc_train.config.file import KEYS, PARTS, PATH_KEYS, SECTIONS, type_of
 from hpc_train.config.mixture import FORM
 from hpc_train.errors import kind_in_words
 
@@ -52,17 +52,12 @@ def taken(key: str) -> str:
     """The kind of value that a key takes, in words."""
     if key in PATH_KEYS:
         return f"a path, or a list of {FORM}" if key == "data.path" else "a path"
-    return kind_in_words(_type_of(key))
-
-
-def _type_of(key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    return get_type_hints({**SECTIONS, **PARTS}[section])[name]
+    return kind_in_words(type_of(key))
 
 
 def choices_of(key: str) -> str:
     """The values of a key that takes one of a few, as argparse writes them; "" for other keys."""
-    kinds = _type_of(key)
+    kinds = type_of(key)
     several = get_origin(kinds) in (Union, types.UnionType)
     real = [kind for kind in get_args(kinds) if kind is not types.NoneType] if several else [kinds]
     if real == [bool]:

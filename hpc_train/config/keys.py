@@ -15,6 +15,7 @@ from hpc_train.errors import ConfigError
 
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
 """What PyYAML raises for a text that is no YAML, for instance for !!int x."""
+GIVE_PATH = "give the path of a YAML file"
 
 
 class _Loader(yaml.SafeLoader):
@@ -29,9 +30,13 @@ class _Loader(yaml.SafeLoader):
         """The number of a text, or else the text."""
         return node.value if ":" in node.value else super().construct_yaml_float(node)
 
-    def construct_yaml_timestamp(self, node: yaml.ScalarNode) -> Any:
-        """The text of a date."""
+    def construct_text(self, node: yaml.ScalarNode) -> Any:
+        """The text as it stands in the file."""
         return node.value
+
+
+class _TextLoader(_Loader):
+    """Reads each number, and on, off, true and false, as the text that stands in the file."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -40,8 +45,10 @@ class _Dumper(yaml.SafeDumper):
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_timestamp)
-for _kind in (_Loader, _Dumper):
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_text)
+for _name in ("bool", "int", "float"):
+    _TextLoader.add_constructor(f"tag:yaml.org,2002:{_name}", _TextLoader.construct_text)
+for _kind in (_Loader, _TextLoader, _Dumper):
     # YAML 1.1 takes 1e-3 for a text.
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -60,9 +67,7 @@ def to_yaml(tree: Any) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
-def read_mapping(
-    path: Path, what: str, missing: str = "give the path of a YAML file"
-) -> dict[str, Any]:
+def read_mapping(path: Path, what: str, missing: str = GIVE_PATH) -> dict[str, Any]:
     """Read the mapping that a YAML file holds; an empty file holds an empty one.
 
     Args:
@@ -73,9 +78,21 @@ def read_mapping(
     Raises:
         ConfigError: the file cannot be read, has a key twice, or does not hold a mapping.
     """
+    return read_with_texts(path, what, missing)[0]
+
+
+def read_with_texts(path: Path, what: str, missing: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the mapping that a YAML file holds, as `read_mapping` does.
+
+    Returns:
+        The mapping; and the same one with the text of each number, and of on, off, true and false.
+
+    Raises:
+        ConfigError: the file cannot be read, has a key twice, or does not hold a mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
-        tree = from_yaml(text)
+        tree, texts = from_yaml(text), yaml.load(text, _TextLoader)
     except FileNotFoundError:
         raise ConfigError(f"there is no {what} {path}", missing) from None
     except OSError as error:
@@ -85,7 +102,7 @@ def read_mapping(
     _check_text(text, path)
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a {what}", "write it as key: value")
-    return tree or {}
+    return tree or {}, texts or {}
 
 
 def is_octal(text: str) -> bool:

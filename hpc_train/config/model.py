@@ -54,6 +54,7 @@ MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """The keys of section model that each kind has, and their defaults. None stands for what the data
 or other keys decide."""
+MOST_LAYERS = 10_000  # more are a slip, and building them would take minutes
 MLP_MULTIPLE = 128  # of the default mlp_width, which tensor-parallel ranks then divide
 LANGUAGE_KINDS = ("gpt", "llama", "mistral", "qwen2", "qwen3")
 PRETRAINING_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -140,6 +141,8 @@ class ModelSection:
         check_kinds(self, "model")
         self._resolve()
         at_least(self, "model", layers=1, hidden=1, heads=1, vocab=1, sequence=1)
+        if self.layers is not None and self.layers > MOST_LAYERS:
+            raise ConfigError(f"model.layers is {self.layers}", f"give {MOST_LAYERS} or fewer")
         at_least(self, "model", kv_heads=1, head_width=2, mlp_width=1)
         at_least(self, "model", embedding_width=1, members=1, together=2)
         assert self.hidden is not None  # all kinds have it

@@ -25,6 +25,7 @@ from hpc_train.errors import ConfigError, check_kinds
 TRACKERS = ("tensorboard", "mlflow", "csv")
 TEST_STEPS = 40  # of a performance test, unless it has another number
 TEST_STEPS_LEAST = 2  # one that counts, after one that does not
+WORKERS_MOST = 256  # more are of no use to a rank, and may exhaust its node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,6 @@ class RunSection:
         check_kinds(self, "run")
         at_least(self, "run", seed=0, steps=1, epochs=1, log_every=1)
         at_least(self, "run", end_margin=0, hang_timeout=0, hang_steps=0, patience=0)
-        if self.seed >= 1 << 63:
-            raise ConfigError(f"run.seed is {self.seed}", "give a number below 2**63")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError("run.steps and run.epochs are both given", "give one of them")
         self.time_limit_seconds()
@@ -189,8 +188,8 @@ class DataSection:
     prefetch: int = 2
     """Number of batches that a thread reads ahead. 0 reads each batch in its step."""
     workers: int = 0
-    """Number of processes of each rank that read samples ahead. Threads do it where none can be
-    started."""
+    """Number of processes of each rank that read samples ahead, at most 256. Threads do it where
+    none can be started."""
     cache: str | None = None
     """Folder on a disk or in the memory (/dev/shm) of each node, in which its ranks share blocks of
     data.path that one of them has read. It is made if it is not there. By default there is no
@@ -219,7 +218,10 @@ class DataSection:
                 f"data.path is {self.path!r}", f"give a folder, or a list of {MIXTURE_FORM}"
             )
         at_least(self, "data", batch=1, validation_every=0, validation_batches=0, importance=0)
-        at_least(self, "data", prefetch=0, workers=0, cache_gb=0)
+        at_least(self, "data", prefetch=0, workers=0, cache_gb=0, micro_tokens=1)
+        if self.workers > WORKERS_MOST:
+            remedy = f"give {WORKERS_MOST} or less: each rank starts as many processes"
+            raise ConfigError(f"data.workers is {self.workers}", remedy)
         if self.cache_gb and self.cache is None:
             raise ConfigError(
                 f"data.cache_gb is {self.cache_gb:g}, but data.cache is not given",
@@ -229,7 +231,6 @@ class DataSection:
             raise ConfigError(f"data.micro_batch is {self.micro_batch!r}", "give a number, or auto")
         if self.micro_batch != "auto":
             at_least(self, "data", micro_batch=1)
-        at_least(self, "data", micro_tokens=1)
         if self.class_weights == self.sampling == "balanced":
             raise ConfigError(
                 "data.class_weights and data.sampling are both balanced, so that rare classes "

@@ -112,6 +112,12 @@ def cut(batch: int, ranks: int, rank: int, micro_batch: int | None = None) -> li
     Raises:
         ConfigError: the batch cannot be cut evenly.
     """
+    if micro_batch and not batch % ranks and micro_batch > batch // ranks:
+        raise ConfigError(
+            f"data.micro_batch is {micro_batch}, but of data.batch {batch} a rank has "
+            f"{batch // ranks}",
+            f"give a number that divides {batch // ranks}, or leave data.micro_batch out",
+        )
     if batch % (ranks * (micro_batch or 1)):
         unit = ranks * (micro_batch or 1)
         what = f"{ranks} ranks" + (f" x data.micro_batch {micro_batch}" if micro_batch else "")

@@ -59,7 +59,11 @@ def run(program: Callable[[Runtime], None], *, ask_scheduler: bool = True) -> in
 
 
 def _started(program: Callable[[Runtime], None], *, ask_scheduler: bool) -> int:
-    if ask_scheduler and _launched_rank() == 0 and "mpi4py.MPI" not in sys.modules:
+    if (
+        ask_scheduler
+        and environment.launched_rank(os.environ) == 0
+        and "mpi4py.MPI" not in sys.modules
+    ):
         from hpc_train.job import deadline, jobs  # they load libraries that few programs need
 
         deadline.note_end()
@@ -67,7 +71,7 @@ def _started(program: Callable[[Runtime], None], *, ask_scheduler: bool) -> int:
     try:
         runtime = start_runtime()
     except HpcTrainError as error:  # no rank waits for another before MPI runs
-        if _launched_rank() == 0:
+        if environment.launched_rank(os.environ) == 0:
             print_error(error)
         return error.exit_code
     runtime.start_up.began = time.monotonic() - seconds_since_begin()
@@ -156,11 +160,3 @@ def _abort(world: Group, code: int) -> None:
     """End all ranks of the job."""
     if world.comm is not None:
         world.comm.Abort(code)
-
-
-def _launched_rank() -> int:
-    try:
-        launch = environment.read_launch(os.environ)
-    except HpcTrainError:
-        return 0
-    return launch.rank if launch else 0

@@ -147,6 +147,15 @@ def _is_of_task(environ: Mapping[str, str], launch: Launch) -> bool:
     return by_task and environ.get("GROUP_WORLD_SIZE", "1") == str(launch.size)
 
 
+def launched_rank(environ: Mapping[str, str]) -> int:
+    """This process's rank by its launcher's variables; 0 for one that no MPI launcher started."""
+    try:
+        launch = read_launch(environ)
+    except SetupError:
+        return 0
+    return launch.rank if launch else 0
+
+
 def started_by_srun(environ: Mapping[str, str], launch: Launch) -> bool:
     """Whether srun started this process as a rank, and not a daemon that has started the rank."""
     return _gives(environ, SRUN, launch.rank, launch.size)

@@ -135,12 +135,16 @@ class Candidate:
         for count in np.unique(self.together).tolist():  # nodes may have different numbers of ranks
             by = replace(self.dividing, ranks=count)
             needs = memory(self.config, self.shape, schedule, self.runs, micro_batch, by, held)
-            of_stages = np.array([(need.own, need.host, need.on_gpu) for need in needs]).T
+            of_stages = np.array(
+                [(need.own, need.host, need.on_gpu) for need in needs],
+                dtype=np.float64,  # the needs of absurd sizes are larger than any integer of numpy
+            ).T
             each = np.where(self.together == count, of_stages[:, None, :, None], each)
         own, host, on_gpu = each
 
         def of_nodes(ranks: NDArray[np.float64]) -> NDArray[np.int64]:
-            return np.rint(np.bincount(self.node.ravel(), ranks.ravel())).astype(np.int64)
+            sums = np.bincount(self.node.ravel(), ranks.ravel())
+            return np.rint(np.minimum(sums, 1 << 62)).astype(np.int64)
 
         return Needs(int(own.max()), of_nodes(own), of_nodes(host), int(on_gpu.max()))
 

@@ -16,8 +16,10 @@ import hpc_train
 from hpc_train.checkpoint.fileformat import LocalTensor
 from hpc_train.cli import main
 from hpc_train.config.file import KEYS, load
+from hpc_train.config.keys import from_yaml
 from hpc_train.mpi.group import Group
 from tests.checkpoint.states import save_tensors
+from tests.programs import command as on_ranks
 from tests.programs import hpc_train as command
 from tests.programs import only_line, run
 
@@ -159,6 +161,20 @@ def test_print_config_gives_a_file_that_means_the_same(tmp_path):
     assert load(tmp_path / "all.yaml") == load(None, options)
 
 
+def test_ranks_print_a_configuration_once():
+    printed = run(*on_ranks("mpirun", 2, "train", "--run.steps", "3", "--print_config"))
+    assert (printed.returncode, printed.stdout.count("steps: 3")) == (0, 1), printed.stderr
+    assert from_yaml(printed.stdout)["run"]["steps"] == 3
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "train --help", "predict -h"])
+def test_help_is_printed_by_rank_0_only(monkeypatch, capfd, words):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert main(words.split()) == 0
+    assert capfd.readouterr() == ("", "")
+
+
 def test_print_config_refuses_what_training_refuses():
     done = run(*command("train", "--print_config", "--optimizer.lr", "-1"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -225,14 +241,24 @@ def test_closed_streams_are_no_error(streams):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("words", [["cancel", "."], ["topology"]], ids=" ".join)
-def test_output_that_finds_no_space_is_one_line(tmp_path, monkeypatch, words):
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        ("cancel .", ""),
+        ("topology", "1"),
+        ("train --print_config", "1"),
+        ("train --help", ""),  # longer than a buffer
+        ("prepare text a.txt --out data", "1"),  # printed by rank 0, where no error ends a job
+    ],
+)
+def test_output_that_finds_no_space_is_one_line(tmp_path, monkeypatch, words, unbuffered):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "LATEST").touch()
+    (tmp_path / "a.txt").write_text("a text\n")
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            command(*words),
-            env=os.environ | {"PYTHONUNBUFFERED": ""},
+            command(*words.split()),
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

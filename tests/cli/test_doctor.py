@@ -138,6 +138,15 @@ def put(folder, name, script):
     path.chmod(0o755)
 
 
+def test_the_launcher_that_is_used_is_not_named_beside_itself(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for name in ("mpirun", "mpiexec"):
+        put(tmp_path, name, "echo 'mpirun (Open MPI) 4.1.8'")
+    told = checks.launchers()[0].text
+    assert told == f"{tmp_path}/mpirun (mpirun (Open MPI) 4.1.8); also mpiexec"
+
+
 def test_inside_a_slurm_job_it_starts_its_rank_by_srun(
     monkeypatch, tmp_path, nothing_beside_python
 ):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.cli.stage import options
+from hpc_train.errors import UserError
 from tests.programs import command, hpc_train, only_line, run
 from tests.waiting import wait_until
 
@@ -35,8 +37,8 @@ def test_programs_of_the_copy_need_the_original_no_more(tmp_path, environment):
     data.mkdir()
     to.mkdir()
     (data / "shard").write_text("tokens")
-    options = ["--environment", str(environment), "--data", str(data), "--to", str(to)]
-    done = run(*hpc_train("stage", *options))
+    words = ["--environment", str(environment), "--data", str(data), "--to", str(to)]
+    done = run(*hpc_train("stage", *words))
     assert done.returncode == 0, done.stderr
     copies = to / f"hpc_train-user-{os.getuid()}"
     assert f"to use it in a job script: . {copies}/activate" in done.stdout
@@ -92,6 +94,18 @@ def test_this_environment_is_the_default(tmp_path, environment):
     none = run(python, *words, "--environment", "none", environ=environ)
     assert none.returncode == 2
     assert only_line(none.stderr).startswith("there is nothing to copy")
+
+
+@pytest.mark.parametrize("option", ["--to", "--data", "--environment"])
+def test_a_path_that_cannot_be_expanded_is_one_line(option):
+    with pytest.raises(UserError, match=f"argument {option}: .*: there is no user no_such_user"):
+        options().parse_args([option, "~no_such_user/x"])
+
+
+def test_the_environments_home_is_expanded(tmp_path, environment):
+    words = ["stage", "--environment", f"~/{environment.name}", "--to", str(tmp_path)]
+    done = run(*hpc_train(*words), environ={"HOME": str(tmp_path)})
+    assert f"{environment} -> " in done.stdout, done.stderr
 
 
 def test_ranks_load_neither_torch_nor_other_large_libraries():

@@ -78,6 +78,22 @@ def test_a_key_of_another_kind_of_model_is_refused(options, key):
         load(None, options)
 
 
+def test_a_word_or_a_path_that_yaml_takes_for_something_else_needs_no_quotes(tmp_path):
+    text = """
+    gradients: {two_level: off}
+    run: {dir: &dir 1e3, deterministic: yes, trackers: [csv]}
+    data: {cache: *dir, path: [{path: 2024, weight: 2}, {path: no}]}
+    checkpoint: {replicas: off, weights: 2.50, include: [1, on]}
+    """
+    made = load(write(tmp_path, text))
+    assert (made.gradients.two_level, made.checkpoint.replicas) == ("off", "off")
+    assert (made.run.dir, made.data.cache, made.checkpoint.weights) == ("1e3", "1e3", "2.50")
+    assert made.data.folders == {"2024": 2, "no": 1}
+    assert made.checkpoint.include == ["1", "on"]
+    assert made.run.deterministic is True
+    assert load(write(tmp_path, made.to_yaml())) == made
+
+
 ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
 
 
@@ -102,6 +118,13 @@ ADASUM = "gradients: {engine: horovod, reduction: adasum}\n"
             "run.profile.ranks is 'some': give all, none, or numbers",
         ),
         ("model: {layers: many}", "model.layers is 'many': it takes a whole number"),
+        ("data: {workers: 100000}", "data.workers is 100000: give 256 or less: each rank starts"),
+        (f"run: {{steps: {10**27}}}", "give a number below 2**63"),
+        (f"model: {{layers: {1 << 63}}}", "give a number below 2**63"),
+        (f"run: {{seed: {1 << 63}}}", "give a number below 2**63"),
+        (f"run: {{time_limit: '{'9' * 5000}'}}", "give seconds, HH:MM:SS"),
+        ("gradients: {two_level: yes}", "two_level is 'yes': it takes one of auto, on, off"),
+        ("model: {layers: on}", "model.layers is 'on': it takes a whole number"),
         ("run: {steps: 0}", "run.steps is 0: give 1 or more"),
         ("run: {steps: 010}", "run.steps is 010, which YAML reads as an octal number"),
         ("run: {steps: 1:30}", "run.steps is 1:30: it takes a whole number"),

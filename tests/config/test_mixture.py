@@ -48,7 +48,7 @@ def test_a_weight_of_an_option_is_the_number_that_is_written(weight):
         ("[a, b]", "data.path has 'a' in its list: write it as {path: FOLDER, weight: NUMBER}"),
         ("[{path: a, wieght: 2}]", "unknown key data.path.wieght: did you mean data.path.weight?"),
         ("[{weight: 2}]", "data.path has {'weight': 2} in its list: give its path"),
-        ("[{path: 3}]", "give its path"),
+        ("[{path: [3]}]", "give its path"),
         (
             "[{path: a, weight: 0}]",
             "the weight of a in data.path is 0: give a finite number above 0",

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpc_train.config import GradientsSection, MemorySection
+from hpc_train.config import (
+    DataSection,
+    FinetuneSection,
+    GradientsSection,
+    MemorySection,
+    ModelSection,
+)
 from hpc_train.errors import ConfigError
 
 
@@ -32,3 +38,16 @@ def test_numbers_of_numpy_and_true_of_zero_are_told_apart():
     assert GradientsSection(average_every=np.int64(2), bucket_mb=4).average_every == 2
     with pytest.raises(ConfigError, match="memory.zero is True: give one of auto, 0, 1, 2, 3"):
         MemorySection(zero=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: ModelSection(kind="tabular", quantiles=["a"]), "'a' in its list: give a number"),
+        (lambda: FinetuneSection(patterns=[1]), "finetune.patterns has 1 in its list: give text"),
+    ],
+)
+def test_the_items_of_a_list_are_checked(make, told):
+    with pytest.raises(ConfigError, match=told):
+        make()
+    assert DataSection(path=[{"path": "a"}]).folders == {"a": 1}

@@ -50,6 +50,7 @@ def test_without_a_micro_batch_a_rank_computes_its_share_at_once():
         (30, 4, None, "data.batch 30 is not divisible by 4 ranks: nearest that are: 28, 32"),
         (30, 4, 2, "not divisible by 4 ranks x data.micro_batch 2: nearest that are: 24, 32"),
         (3, 4, None, "nearest that are: 4"),
+        (8, 2, 10**18, "but of data.batch 8 a rank has 4: give a number that divides 4, or leave"),
     ],
 )
 def test_a_batch_that_cannot_be_cut_names_those_that_can(batch, ranks, micro_batch, message):

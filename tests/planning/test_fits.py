@@ -113,6 +113,8 @@ def test_saves_that_wait_are_named_if_they_make_a_job_fit():
 def test_nothing_helps_a_job_that_is_far_too_large():
     with pytest.raises(ConfigError, match="take more nodes, or fewer ranks on each"):
         check_fits(job(), 1 << 20, NODES)
+    with pytest.raises(ConfigError, match="the training needs .* TiB of node0"):
+        check_fits(job("--model.hidden=1000000000"), 1 << 40, NODES)
 
 
 def test_on_gpus_a_rank_counts_and_the_optimizer_can_move_to_the_host():

@@ -65,11 +65,9 @@ def launchers() -> list[Finding]:
         chosen = chosen_launcher()
     except HpcTrainError as error:
         return [Finding("launcher", ERROR, error.cause, error.remedy)]
-    program, on_path = (
-        chosen.make(LaunchedJob([], 1)).words[0],
-        filter(shutil.which, LAUNCHER_NAMES),
-    )
-    others = [name for name in on_path if name != program]
+    program = chosen.make(LaunchedJob([], 1)).words[0]
+    found = {name: shutil.which(name) for name in LAUNCHER_NAMES}
+    others = [name for name, path in found.items() if path and program not in (name, path)]
     text = f"{program} ({chosen.version})" + (f"; also {', '.join(others)}" if others else "")
     findings = [Finding("launcher", OK, text)]
     if chosen.note:
