@@ -22,6 +22,7 @@ from hpc_train.models.rms_norm import RmsNorm
 from hpc_train.models.shape import Division
 from hpc_train.mpi.group import Group
 from hpc_train.planning.model import shape_of
+from tests.models.kept_bytes import kept_bytes
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 SIZES = {
@@ -163,22 +164,8 @@ def test_activations_are_what_autograd_keeps(kind, dropout, dtype):
     its = shape(kind, hidden=64, head_width=16, mlp_width=192, dropout=dropout, vocab=300)
     module = its.build()
     module.seed_samples([1, 2])
-    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so addresses stay unique
-        return tensor
-
     text = torch.zeros(2, 16, dtype=torch.int64)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
-    ):
-        module(text, text)
-    real = sum(nbytes for nbytes, _ in kept.values())
+    real = kept_bytes(module, text, text, dtype=dtype)
     costs = [part.in_bytes(dtype.itemsize, 2, 1) for part in its.parts()]
     assert sum(part.activations for part in costs) == pytest.approx(real, rel=0.03)
 

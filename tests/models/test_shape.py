@@ -18,6 +18,7 @@ from hpc_train.models.kinds import SHAPES
 from hpc_train.models.shape import Division
 from hpc_train.models.tabular.sizes import TableSizes
 from hpc_train.planning.model import shape_of
+from tests.models.kept_bytes import kept_bytes
 
 SHAPE = GptShape(layers=2, hidden=64, heads=4, vocab=300, sequence=32)
 
@@ -80,22 +81,8 @@ def test_activations_are_what_autograd_keeps(dropout, dtype):
     shape = replace(SHAPE, dropout=dropout)
     module = shape.build()
     module.seed_samples([1, 2])
-    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so addresses stay unique
-        return tensor
-
     tokens = torch.zeros(2, 32, dtype=torch.int64)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
-    ):
-        module(tokens, tokens)
-    real = sum(nbytes for nbytes, _ in kept.values())
+    real = kept_bytes(module, tokens, tokens, dtype=dtype)
     costs = [part.in_bytes(dtype.itemsize, 2, 1) for part in shape.parts()]
     assert sum(part.activations for part in costs) == pytest.approx(real, rel=0.03)
 

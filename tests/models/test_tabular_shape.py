@@ -13,6 +13,7 @@ from hpc_train.models.linear import Linear
 from hpc_train.models.shape import Division
 from hpc_train.models.tabular.sizes import TableSizes
 from hpc_train.parallel.stages import costs, stage_names
+from tests.models.kept_bytes import kept_bytes
 from tests.models.test_tabular_module import KINDS, NUMERIC, rows, shape_of_kind
 
 
@@ -39,21 +40,7 @@ def test_activations_are_what_autograd_keeps(shape, numeric, dropout, dtype):
     shape = replace(shape, numeric=numeric, dropout=dropout, hidden=96)
     module, (numbers, codes) = shape.build(), rows(50)
     module.seed_samples(range(50))
-    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so addresses stay unique
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
-    ):
-        module(numbers.float(), codes)
-    real = sum(nbytes for nbytes, _ in kept.values())
+    real = kept_bytes(module, numbers.float(), codes, dtype=dtype)
     costs = [part.in_bytes(dtype.itemsize, 50, 1) for part in shape.parts()]
     assert sum(part.activations for part in costs) == pytest.approx(real, rel=0.04)
 
