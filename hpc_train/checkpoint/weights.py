@@ -11,7 +11,7 @@ import fnmatch
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +172,14 @@ class _Source:
             are in the file's order, so that no extent is read twice.
         read: reads the tensor of a name.
         about: the checkpoint's `about`, or the folder's `config.json`.
+        lacking: foreign names of tensors that are missing, by the name of ours that needs them.
     """
 
     path: Path
     forms: Mapping[str, tuple[str, tuple[int, ...]]]
     read: Callable[[str], Tensor]
     about: Mapping[str, Any] = field(default_factory=dict)
+    lacking: Mapping[str, str] = field(default_factory=dict)
 
 
 def _open(path: Path) -> _Source:
@@ -278,24 +280,26 @@ def _converted(
 
     def converted(name: str, read: Callable[[str], Tensor]) -> Tensor:
         made = {theirs: change(read(theirs)) for theirs, change in reads[name].items()}
-        joined: Tensor = joins(name, made) if joins and len(made) > 1 else next(iter(made.values()))
+        joined: Tensor = joins(name, made) if joins else next(iter(made.values()))
         return joined
 
     def empty(theirs: str) -> Tensor:  # a tensor without content tells the shape
         return torch.empty(source.forms[theirs][1], device="meta")
 
-    forms = {}
+    forms, lacking = {}, {}
     for name, parts in reads.items():
         words = {source.forms[theirs][0] for theirs in parts}
         try:
             forms[name] = max(words), tuple(converted(name, empty).shape)
         except KeyError as error:
-            raise CheckpointMismatch(f"{source.path} has no {error.args[0]}", GIVE) from None
+            lacking[name] = some_of(error.args)
         except (RuntimeError, IndexError, TypeError) as error:
             shapes = [f"{theirs} has the shape {[*source.forms[theirs][1]]}" for theirs in parts]
             cause = f"{source.path}: {', '.join(shapes)} ({error})"
             raise CheckpointMismatch(cause, GIVE) from None
-    return _Source(source.path, forms, lambda name: converted(name, source.read), source.about)
+    return replace(
+        source, forms=forms, read=lambda name: converted(name, source.read), lacking=lacking
+    )
 
 
 def check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -333,7 +337,12 @@ def _check(
         )
         if name not in source.forms:
             there = f"; it has {some_of(list(source.forms))}" if source.forms else ""
-            raise CheckpointMismatch(f"{source.path} has no {name}{there}", remedy)
+            if any("layers.0." in one or "h.0." in one for one in source.forms):
+                remedy = "give the folder with its config.json, if these names are Hugging Face's"
+            if name in source.lacking:
+                there = f", of which {name} is made"
+            lacks = source.lacking.get(name, name)
+            raise CheckpointMismatch(f"{source.path} has no {lacks}{there}", remedy)
         word, have = source.forms[name]
         if word.startswith("F8_") and word != format_dtypes().get(dtype):
             raise CheckpointMismatch(

@@ -18,7 +18,7 @@ from hpc_train.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpc_train.checkpoint.export import Conversion
 
@@ -246,12 +246,25 @@ def _hugging_face(path: Path, to: str) -> _HuggingFace:
 
     about = Tensors(path).state().get("about", {})
     kind, sizes = about.get("kind"), about.get("shape", {})
+    tokens = _special_tokens(about)
     if kind == "gpt":
         both = gpt2.as_gpt2(sizes), gpt2.rows_as_gpt2(sizes)
-        return _HuggingFace(*both, gpt2.gpt2_config(sizes), transposed=True)
+        return _HuggingFace(*both, gpt2.gpt2_config(sizes) | tokens, transposed=True)
     if kind not in hugging_face.ARCHITECTURES:
         raise ConfigError(f"{path} is not a language model of `hpc-train train`", "leave out --to")
     if to == "gpt2":
         raise ConfigError(f"{path} is not a GPT: its model.kind is {kind}", "give --to hf")
     names = hugging_face.converted_names(sizes)
-    return _HuggingFace(names, names, hugging_face.llama_config(kind, sizes), transposed=False)
+    config = hugging_face.llama_config(kind, sizes) | tokens
+    return _HuggingFace(names, names, config, transposed=False)
+
+
+def _special_tokens(about: Mapping[str, Any]) -> dict[str, int | None]:
+    """The tokens before and behind each text of the training, as a `config.json` has them."""
+    from hpc_train.data import tokenizer
+
+    codec = tokenizer.loads(about["tokenizer"])
+    return {
+        "bos_token_id": codec.front[0] if len(codec.front) == 1 else None,
+        "eos_token_id": codec.separator,
+    }

@@ -1,4 +1,4 @@
-"""`hpc-train generate CHECKPOINT --prompt TEXT`: write text with a trained GPT."""
+"""`hpc-train generate CHECKPOINT --prompt TEXT`: write text with a trained language model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 def options() -> Parser:
     """The options of the verb."""
-    made = Parser("hpc-train generate", description="Write text with the GPT of a checkpoint.")
+    made = Parser(
+        "hpc-train generate", description="Write text with the language model of a checkpoint."
+    )
     made.add_argument(
         "checkpoint", help="a checkpoint file, or a run directory for its newest checkpoint"
     )

@@ -21,11 +21,12 @@ END_OF_TEXT = (
 class Tokenizer(Protocol):
     """Converts text to tokens and back.
 
-    `vocab` is the number of different tokens. `separator` is the token that is put behind each
-    text; None if there is none.
+    `vocab` is the number of different tokens. `front` has the tokens that are put in front of each
+    text. `separator` is the token that is put behind each text; None if there is none.
     """
 
     vocab: int
+    front: Sequence[int]
     separator: int | None
 
     def encode(self, text: bytes) -> Sequence[int] | bytes:
@@ -39,6 +40,7 @@ class ByteTokenizer:
     """Takes each byte as a token. Zero bytes, which text does not have, separate texts."""
 
     vocab = 256
+    front: Sequence[int] = ()
     separator: int | None = 0
 
     def encode(self, text: bytes) -> bytes:
@@ -83,6 +85,18 @@ class LibraryTokenizer:
         self.vocab = 1 + max(self._tokenizer.get_vocab().values(), default=0)  # ids may have gaps
         numbers = (self._tokenizer.token_to_id(token) for token in END_OF_TEXT)
         self.separator = next((number for number in numbers if number is not None), None)
+        self.front: Sequence[int] = self._front()
+
+    def _front(self) -> list[int]:
+        """The tokens that the tokenizer's template has in front of a text, such as Llama's."""
+        whole, plain = (
+            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False)
+        )
+        for place in range(len(whole) - len(plain) + 1):
+            if plain and whole[place : place + len(plain)] == plain:
+                front: list[int] = whole[:place]
+                return front
+        return []
 
     def encode(self, text: bytes) -> Sequence[int]:
         """The tokens of UTF-8 text, without the special tokens that a template would add."""

@@ -37,9 +37,15 @@ def check_model_type(kind: str, about: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it is.
     """
+    given = about.get("model_type", MODEL_TYPES[kind])
     for other, theirs in MODEL_TYPES.items():
-        if other != kind and about.get("model_type") == theirs:
+        if other != kind and given == theirs:
             raise _other_kind(theirs, kind, other)
+    if given != MODEL_TYPES[kind]:
+        raise ConfigError(
+            f"checkpoint.weights are of a model of model_type {given}, which is not read",
+            f"give weights of {', '.join(MODEL_TYPES.values())}",
+        )
 
 
 def _other_kind(theirs: str, kind: str, other: str) -> ConfigError:

@@ -190,7 +190,7 @@ class Shape(ABC):
         return min(self.divided(UNDIVIDED).values()) * (self.layers + 2)
 
     @property
-    def identity(self) -> dict[str, float]:
+    def identity(self) -> dict[str, str | float]:
         """The sizes that tensors' shapes do not show, by their keys in the configuration."""
         return {}
 

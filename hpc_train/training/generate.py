@@ -144,9 +144,10 @@ def generate(
 def _tokens_of(prompt: str, codec: tokenizer.Tokenizer) -> list[int]:
     """The tokens of a prompt, at least one."""
     if tokens := list(codec.encode(prompt.encode())):
-        return tokens
-    if prompt == "\n" and codec.separator is not None:
-        return [codec.separator]
+        return [*codec.front, *tokens]
+    begin = codec.front or ([] if codec.separator is None else [codec.separator])
+    if prompt == "\n" and begin:
+        return list(begin)
     if not prompt:
         raise ConfigError("--prompt is empty", "give at least one character")
     raise ConfigError(f"the tokenizer makes no token of --prompt {prompt!r}", "give other text")

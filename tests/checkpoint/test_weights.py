@@ -172,7 +172,7 @@ def test_a_checkpoint_tells_the_number_of_heads(tmp_path):
 def test_a_trained_output_layer_is_not_left_out(tmp_path):
     about = {"shape": SIZES | {"tie_embeddings": False}}
     path = checkpoint_of(gpt(0, tie_embeddings=False), tmp_path, about)
-    with pytest.raises(ConfigError, match="_embeddings True: set --model.tie_embeddings false"):
+    with pytest.raises(ConfigError, match="_embeddings true: set --model.tie_embeddings false"):
         start(path, gpt(1))
     start(path, gpt(1), include=["blocks.*"])
 

@@ -16,7 +16,7 @@ from hpc_train.checkpoint.weights import start_from
 from hpc_train.config import ModelSection
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError
 from hpc_train.models.kinds import SHAPES
-from hpc_train.models.llama.hugging_face import converted_names, llama_config
+from hpc_train.models.llama.hugging_face import converted_names, llama_config, llama_weights
 from hpc_train.models.llama.rotary import Rotary, rotated
 from hpc_train.models.rms_norm import RmsNorm
 from hpc_train.models.shape import Division
@@ -90,8 +90,8 @@ def test_products_of_rotated_vectors_depend_on_their_distance_alone():
 
 
 def test_slower_rotations_are_the_slow_ones_only():
-    plain, slow = Rotary(64, 5e5).angles(torch.device("cpu")), Rotary(64, 5e5, 8.0)
-    ratio = slow.angles(torch.device("cpu")) / plain
+    plain, slow = Rotary(64, 5e5).angles(), Rotary(64, 5e5, 8.0).angles()
+    ratio = slow / plain
     assert ratio[0] == 1
     assert ratio[-1] == pytest.approx(1 / 8)
     assert (ratio.diff() <= 1e-12).all()
@@ -306,7 +306,11 @@ def test_weights_that_do_not_fit_name_the_keys(tmp_path):
         ({"hidden_act": "gelu"}, ConfigError, "hidden_act is gelu, ours has silu"),
         ({"rope_scaling": {"rope_type": "yarn"}}, ConfigError, "rope_type is yarn"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, ConfigError, "low_freq_factor is 2"),
+        ({"rope_scaling": LLAMA3}, ConfigError, "original_max_position_embeddings is 16"),
         ({"sliding_window": 8}, ConfigError, "set --model.sequence 8, or less"),
+        ({"sliding_window": "8"}, DataError, "sliding_window is '8'"),
+        ({"max_position_embeddings": "128"}, DataError, "write a whole number there"),
+        ({"model_type": "gemma2"}, ConfigError, "give weights of gpt2, llama, mistral, qwen2"),
         ({"rms_norm_eps": "small"}, DataError, "rms_norm_eps is 'small'"),
         ({"num_key_value_heads": -1}, DataError, "write a whole number there"),
     ],
@@ -329,6 +333,51 @@ def test_a_missing_matrix_is_named(tmp_path):
     save_file(saved, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointMismatch, match=r"has no model.layers.1.self_attn.k_proj.weight"):
         start(tmp_path, model())
+    start(tmp_path, model(), exclude=["blocks.1.attention.qkv.weight"])
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointMismatch, match=r"give the folder with its config.json"):
+        start(tmp_path, model())
+
+
+def test_a_head_that_is_not_the_embedding_is_not_dropped(tmp_path):
+    theirs_of("qwen2", tie_word_embeddings=True).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    both = {"lm_head.weight": saved["model.embed_tokens.weight"].clone()}
+    save_file(saved | both, tmp_path / "model.safetensors")
+    start(tmp_path, model("qwen2", tie_embeddings=True))
+    both["lm_head.weight"][3] += 1
+    save_file(saved | both, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"set --model.tie_embeddings false"):
+        start(tmp_path, model("qwen2", tie_embeddings=True))
+
+
+def test_a_model_without_a_head_has_no_prefix(tmp_path):
+    theirs = theirs_of("llama", tie_word_embeddings=True)
+    theirs.model.save_pretrained(tmp_path)
+    assert_computes_the_same(start(tmp_path, model(tie_embeddings=True)), theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "fits"),
+    [
+        ("mistral", {}, False),
+        ("mistral", {"sliding_window": None}, True),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, True),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, False),
+        ("qwen3", {"layer_types": ["full_attention"] * 2, "use_sliding_window": True}, True),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, False),
+    ],
+)
+def test_windows_are_those_that_layers_have(kind, changes, fits):
+    sizes = SIZES | {"sequence": 5000}
+    about = llama_config(kind, asdict(shape(kind, sequence=5000)))
+    about = {key: value for key, value in about.items() if key != "sliding_window"} | changes
+    given = asdict(shape(kind, **sizes))
+    if fits:
+        llama_weights(kind, given, about, whole=True)
+    else:
+        with pytest.raises(ConfigError, match=r"attend to \d+ tokens at most"):
+            llama_weights(kind, given, about, whole=True)
 
 
 def test_a_larger_vocabulary_and_a_part_of_the_weights(tmp_path):

@@ -100,7 +100,9 @@ def text_request(
 
 
 def _tell_separator(codec: Tokenizer) -> None:
-    """Log which token is put behind each text."""
+    """Log which tokens are put in front of each text, and which one behind it."""
+    for number in codec.front:
+        logger.info("token %d (%r) is put in front of each text", number, codec.decode([number]))
     if codec.separator is None:
         known = ", ".join(END_OF_TEXT)
         logger.warning("no token is put behind texts: the tokenizer has none of %s", known)

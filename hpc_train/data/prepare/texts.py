@@ -196,6 +196,9 @@ def read_text(
         pieces = _documents(texts) if texts is not None else _pieces_of(part, stream)
         told = position()
         for piece, first, last in pieces:
+            if first and codec.front:
+                yield np.array(codec.front, recipe.dtype), True
+                first = False
             if piece or first:
                 yield _tokens(codec.encode(piece), recipe), first
             if last and codec.separator is not None:

@@ -159,7 +159,7 @@ def rows_as_gpt2(sizes: Mapping[str, Any]) -> Callable[[str], list[Converted]]:
 
 
 def gpt2_config(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of a GPT-2 with these sizes. The special tokens are left empty."""
+    """The `config.json` of a GPT-2 with these sizes. It has no special tokens."""
     same = {there: sizes[here] for here, (there, _) in SIZES.items()}
     dropout = {"embd_pdrop": sizes["dropout"], "resid_pdrop": sizes["dropout"], "attn_pdrop": 0.0}
     tokens = {"bos_token_id": None, "eos_token_id": None}

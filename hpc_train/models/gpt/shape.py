@@ -38,7 +38,7 @@ rest. With sequence_parallel, tp divides all of it. From Korthikanti et
 al. 2022, https://arxiv.org/abs/2205.05198, without an attention matrix"""
 
     @property
-    def identity(self) -> dict[str, float]:
+    def identity(self) -> dict[str, str | float]:
         """The sizes that tensors' shapes do not show, by their keys in the configuration."""
         return {"model.heads": self.heads}
 

@@ -29,14 +29,14 @@ from hpc_train.models.llama.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINA
 logger = logging.getLogger(__name__)
 
 LLAMA_MODULES = {
-    "model.embed_tokens": "embedding.token",
+    "embed_tokens": "embedding.token",
     "input_layernorm": "norm_attention",
     "self_attn.q_norm": "attention.query_norm",
     "self_attn.k_norm": "attention.key_norm",
     "self_attn.o_proj": "attention.out",
     "post_attention_layernorm": "norm_mlp",
     "mlp.down_proj": "mlp.down",
-    "model.norm": "head.norm",
+    "norm": "head.norm",
     "lm_head": "head.output",
 }
 JOINED = {
@@ -60,7 +60,7 @@ LLAMA_SIZES: dict[str, tuple[str, Any]] = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "norm_eps": ("rms_norm_eps", 1e-6),
 }
-PARTLY = ("heads", "kv_heads", "head_width", "rope_theta", "rope_factor")
+PARTLY = ("heads", "kv_heads", "head_width", "rope_theta", "rope_factor", "norm_eps")
 """Sizes that are the same even if only some tensors are taken."""
 LLAMA_COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -72,6 +72,9 @@ ROPE = {
     "high_freq_factor": HIGH_FREQUENCY,
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
+
+
+NO_WINDOW = "sliding_window is null"  # a key of ours beside those of a config.json
 
 
 class ForeignWeights:
@@ -89,10 +92,11 @@ class ForeignWeights:
 
     def __call__(self, name: str) -> Converted | None:
         """Our name for a tensor, and its conversion; None for a tensor to leave out."""
-        found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
+        # A model without a head has no `model.` in front.
+        found = re.fullmatch(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
         block, module, kind = found.groups() if found else (None, "", "")
         if module == "lm_head" and self.sizes["tie_embeddings"]:
-            return None  # a second copy of the token embedding
+            module = "embed_tokens"  # a second copy, which `join` compares
         if name.endswith("rotary_emb.inv_freq"):
             return None  # old files have the angles of `Rotary`
         here = LLAMA_MODULES.get(module) or next(
@@ -108,18 +112,27 @@ class ForeignWeights:
 
         Raises:
             KeyError: one of them is missing; with its name.
+            ConfigError: two are to be one, and differ.
         """
-        block, matrix, kind = _split(name)
-        parts = [theirs[f"model.layers.{block}.{module}.{kind}"] for module in JOINED[matrix]]
+        found = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(\w+)", name)
+        if found is None or found[2] not in JOINED:
+            first, *others = theirs.values()
+            if any(not one.is_meta and not torch.equal(one, first) for one in others):
+                raise ConfigError(
+                    f"{' and '.join(theirs)} of checkpoint.weights differ, but "
+                    "model.tie_embeddings is true",
+                    "set --model.tie_embeddings false, and tie_word_embeddings false in its "
+                    "config.json",
+                )
+            return first
+        block, matrix, kind = found.groups()
+        parts = {their.removeprefix("model."): part for their, part in theirs.items()}
+        wanted = [f"layers.{block}.{module}.{kind}" for module in JOINED[matrix]]
+        if lacking := [f"model.{part}" for part in wanted if part not in parts]:
+            raise KeyError(*lacking)
         count = groups_of(self.sizes, matrix)
-        return torch.cat([part.unflatten(0, (count, -1)) for part in parts], 1).flatten(0, 1)
-
-
-def _split(name: str) -> tuple[str, str, str]:
-    """The block's number, the matrix and the parameter in one of our names."""
-    found = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(\w+)", name)
-    assert found is not None
-    return found[1], found[2], found[3]
+        grouped = [parts[part].unflatten(0, (count, -1)) for part in wanted]
+        return torch.cat(grouped, 1).flatten(0, 1)
 
 
 def groups_of(sizes: Mapping[str, Any], matrix: str) -> int:
@@ -149,7 +162,9 @@ def llama_weights(
     check_model_type(kind, about)
     if about.get("model_type") != kind:
         return own_weights(kind, [*PARTLY, "norm_eps"], sizes, about, whole=whole)
+    without_window = "sliding_window" in about and about["sliding_window"] is None
     about = {name: value for name, value in about.items() if value is not None}
+    about[NO_WINDOW] = without_window
     theirs = {key: size_in(about, name, default) for key, (name, default) in LLAMA_SIZES.items()}
     theirs["kv_heads"] = size_in(about, "num_key_value_heads", theirs["heads"])
     width = theirs["hidden"] // max(1, theirs["heads"])
@@ -176,6 +191,8 @@ def _rope(about: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(given, dict):
         raise _computes_otherwise(f"rope_scaling is {given}, ours has a table")
     theta = size_in({**about, **given}, "rope_theta", 10000.0)
+    length = about.get("max_position_embeddings")
+    given = {"original_max_position_embeddings": length, **given}  # as transformers takes it
     how = given.get("rope_type", given.get("type", "default"))
     if how == "default":
         return {"rope_theta": theta, "rope_factor": 1.0}
@@ -189,22 +206,30 @@ def _rope(about: Mapping[str, Any]) -> dict[str, float]:
 
 def _check_length(about: Mapping[str, Any], sequence: int) -> None:
     """Check that no token attends over a window only, and warn of longer texts than before."""
-    window = about.get("sliding_window")
-    if not about.get("use_sliding_window", about["model_type"] == "mistral"):
-        window = None
+    window = size_in(about, "sliding_window", 4096) if _has_windows(about) else None
     if window is not None and sequence > window:
         raise ConfigError(
             f"checkpoint.weights are of a model whose tokens attend to {window} tokens at most, "
             f"but model.sequence is {sequence}",
             f"set --model.sequence {window}, or less",
         )
-    most = about.get("max_position_embeddings", sequence)
+    most = size_in(about, "max_position_embeddings", sequence)
     if sequence > most:
         logger.warning(
             "model.sequence is %d, but the weights are of a model for at most %d tokens",
             sequence,
             most,
         )
+
+
+def _has_windows(about: Mapping[str, Any]) -> bool:
+    """Whether a layer of the model attends over a window. A null in the file was left out."""
+    if "layer_types" in about:
+        return set(about["layer_types"]) != {"full_attention"}
+    if about["model_type"] == "mistral":
+        return not about.get(NO_WINDOW, False)
+    layers = size_in(about, *LLAMA_SIZES["layers"])
+    return bool(about.get("use_sliding_window")) and about.get("max_window_layers", 28) < layers
 
 
 def converted_names(sizes: Mapping[str, Any]) -> Callable[[str], list[Converted]]:
@@ -217,7 +242,10 @@ def converted_names(sizes: Mapping[str, Any]) -> Callable[[str], list[Converted]
         A function that maps the name of one of our tensors to the names of theirs that are made of
         it, each with its conversion. Rows of an adapter are converted as those of its weight.
     """
-    there = {ours: theirs for theirs, ours in LLAMA_MODULES.items()}
+    there = {
+        ours: theirs if theirs == "lm_head" else f"model.{theirs}"
+        for theirs, ours in LLAMA_MODULES.items()
+    }
 
     def converted(name: str) -> list[Converted]:
         path, _, kind = name.rpartition(".")
@@ -226,11 +254,12 @@ def converted_names(sizes: Mapping[str, Any]) -> Callable[[str], list[Converted]
             return [(f"{there[path]}.{kind}", lambda tensor: tensor)]
         block, module = inside.groups()
         if module not in JOINED:
-            return [(f"model.layers.{block}.{there[module]}.{kind}", lambda tensor: tensor)]
+            theirs = there[module].removeprefix("model.")
+            return [(f"model.layers.{block}.{theirs}.{kind}", lambda tensor: tensor)]
         count, rows = groups_of(sizes, module), _rows(sizes, module)
         return [
-            (f"model.layers.{block}.{theirs}.{kind}", _taker(count, sum(rows[:i]), rows[i]))
-            for i, theirs in enumerate(JOINED[module])
+            (f"model.layers.{block}.{one}.{kind}", _taker(count, sum(rows[:i]), rows[i]))
+            for i, one in enumerate(JOINED[module])
         ]
 
     return converted
@@ -255,19 +284,20 @@ def _taker(groups: int, first: int, rows: int) -> Callable[[Tensor], Tensor]:
 
 
 def llama_config(kind: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of a Hugging Face model. The special tokens are left empty.
+    """The `config.json` of a Hugging Face model. It has no special tokens.
 
     Args:
         kind: `model.kind`.
         sizes: the sizes of our model, by the names of its arguments.
     """
-    scaling = None
+    scaling, most = None, sizes["sequence"]
     if sizes["rope_factor"] != 1:
+        most = max(most, int(sizes["rope_factor"] * ORIGINAL_LENGTH))
         scaling = {"rope_type": "llama3", "factor": sizes["rope_factor"], **ROPE}
     rest: dict[str, Any] = {
         "num_key_value_heads": sizes["kv_heads"],
         "head_dim": sizes["head_width"],
-        "max_position_embeddings": sizes["sequence"],
+        "max_position_embeddings": most,
         "rope_theta": sizes["rope_theta"],
         "rope_scaling": scaling,
         "hidden_act": "silu",

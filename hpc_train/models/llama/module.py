@@ -132,7 +132,10 @@ class GroupedAttention(nn.Module):
         if isinstance(self.key_norm, nn.Identity):  # norms keep all of `qkv`
             value = value.contiguous()  # else it would be kept for these numbers alone
         how: dict[str, Any] = {"is_causal": True} if mask is None else {"attn_mask": mask}
-        if self.group > 1:
+        if self.group > 1 and value.is_cuda and (mask is not None or value.dtype.itemsize > 2):
+            # On GPUs only the kernel for 16 bits without a mask lets heads share keys and values.
+            key, value = (part.repeat_interleave(self.group, 2) for part in (key, value))
+        elif self.group > 1:
             how["enable_gqa"] = True
         attend = F.scaled_dot_product_attention
         heads = (part.transpose(1, 2) for part in (query, key, value))

@@ -30,10 +30,10 @@ class Rotary:
 
     def __init__(self, width: int, theta: float, factor: float = 1.0) -> None:
         self.width, self.theta, self.factor = width, theta, factor
+        self._near: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def angles(self, device: torch.device) -> Tensor:
+    def angles(self) -> Tensor:
         """The angle of each pair per token, float64 (D / 2)."""
-        # float64 on the host: some devices have none, and the others would round otherwise.
         angles = self.theta ** -(torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
         if self.factor != 1:
             # Pairs that turn fewer times than LOW_FREQUENCY over the original length become slower
@@ -42,7 +42,7 @@ class Rotary:
             share = (turns - LOW_FREQUENCY) / (HIGH_FREQUENCY - LOW_FREQUENCY)
             share = share.clamp(0, 1)
             angles = (1 - share) * angles / self.factor + share * angles
-        return angles.to(device)
+        return angles
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Cosines and sines of all pairs at some positions.
@@ -55,7 +55,10 @@ class Rotary:
             A tensor (2, B, T, 1, D / 2), which is given to `rotated`.
         """
         wide = torch.promote_types(dtype, torch.float32)
-        turned = positions.unsqueeze(-1).to(wide) * self.angles(positions.device).to(wide)
+        place = positions.device, wide
+        if place not in self._near:  # once, as a copy to a GPU waits for it
+            self._near[place] = self.angles().to(wide).to(positions.device)
+        turned = positions.unsqueeze(-1).to(wide) * self._near[place]
         return torch.stack([turned.cos(), turned.sin()]).unsqueeze(3)
 
 

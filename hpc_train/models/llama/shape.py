@@ -44,10 +44,10 @@ divides all of it"""
         return own | super().divided(division)
 
     @property
-    def identity(self) -> dict[str, float]:
+    def identity(self) -> dict[str, str | float]:
         """The sizes that tensors' shapes do not show, by their keys in the configuration."""
         keys = ("heads", "kv_heads", "rope_theta", "rope_factor", "norm_eps")
-        return {f"model.{key}": getattr(self, key) for key in keys}
+        return {"model.kind": self.KIND, **{f"model.{key}": getattr(self, key) for key in keys}}
 
     def at_most(self, tokens: int, width: int) -> Self:
         """This shape with at most `tokens` tokens and `width` channels. Heads keep their width."""

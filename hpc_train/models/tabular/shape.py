@@ -318,7 +318,7 @@ token for each feature and one more"""
         return self.sizes.features + 1
 
     @property
-    def identity(self) -> dict[str, float]:
+    def identity(self) -> dict[str, str | float]:
         """The sizes that tensors' shapes do not show, by their keys in the configuration."""
         return {"model.heads": self.heads}
 
