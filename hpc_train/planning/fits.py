@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,20 @@ class PlannedJob:
         return needs.nodes if self.on_cpu else np.array([needs.gpu])
 
     def host_needs(self) -> NDArray[np.int64]:
-        """Bytes that each node needs of its own memory beside its GPUs."""
+        """Bytes that each node is sure to need of its own memory beside its GPUs.
+
+        Gradients are not counted where they may be summed on the GPUs, or in pieces on the node.
+        """
+        if not self.config.memory.staged:
+            section = self.config.gradients
+            engines: list[Literal["nccl", "horovod"]] = ["nccl"]
+            if section.engine == "auto":
+                engines.append("horovod")
+            for engine in engines:
+                with suppress(ConfigError):  # it does not compress them in this way
+                    elsewhere = replace(section, engine=engine, two_level="off")
+                    config = replace(self.config, gradients=elsewhere)
+                    return replace(self, config=config).layout.needs.hosts
         return self.layout.needs.hosts
 
     def needed(self) -> int:
@@ -125,15 +138,37 @@ class PlannedJob:
 
     def remedy(self, room: BytesOfNodes) -> str:
         """The cheapest keys with which the job fits in `room`, as for `largest_micro_batch`."""
-        found: list[str] = []
+        keyed = [*self._without_copies(), *self.leaner()]
         number = self.largest_micro_batch(room)
-        smaller = self._with_micro_batch(number)
-        if number < micro_batching(self.config)[0] and (smaller.needs() <= room).all():
-            found.append(f"--data.micro_batch {number} (needs {size_text(smaller.needed())})")
-        for text, job in [*self._without_copies(), *self.leaner()]:
-            if (job.needs() <= room).all():
-                found.append(f"{text} (needs {size_text(job.needed())})")
-        return f"give {', or '.join(found[:REMEDIES])}" if found else MORE
+        if number < micro_batching(self.config)[0]:
+            keyed.insert(0, (f"--data.micro_batch {number}", self._with_micro_batch(number)))
+        return _those_that_fit(keyed, PlannedJob.needs, room)
+
+    def host_remedy(self, room: BytesOfNodes) -> str:
+        """The cheapest keys with which a job of GPUs fits in the memory of its nodes, too.
+
+        Args:
+            room: the most that it may need, for each number of `host_needs`.
+        """
+        keyed = [*self._without_copies()]
+        memory = self.config.memory
+        if memory.staged:  # activations are on the GPUs
+            same = memory.recompute
+            keyed += [one for one in self.leaner() if one[1].config.memory.recompute == same]
+        return _those_that_fit(keyed, PlannedJob.host_needs, room)
+
+
+def _those_that_fit(
+    keyed: Iterable[tuple[str, PlannedJob]],
+    needs: Callable[[PlannedJob], NDArray[np.int64]],
+    room: BytesOfNodes,
+) -> str:
+    found = [
+        f"{text} (needs {size_text(int(needs(job).max()))})"
+        for text, job in keyed
+        if (needs(job) <= room).all()
+    ]
+    return f"give {', or '.join(found[:REMEDIES])}" if found else MORE
 
 
 def check_fits(job: PlannedJob, free: BytesOfNodes, where: Sequence[str]) -> None:
@@ -154,14 +189,14 @@ def check_host_fits(job: PlannedJob, free: BytesOfNodes, where: Sequence[str]) -
     """Check that what a job of GPUs keeps in the memory of its nodes fits there.
 
     Args:
-        job: the job, whose state is staged.
+        job: the job.
         free: bytes that are left on each node.
         where: the nodes, in words.
 
     Raises:
         ConfigError: it does not fit.
     """
-    _compare(job.host_needs(), free, where, lambda: MORE)
+    _compare(job.host_needs(), free, where, lambda: job.host_remedy(free))
 
 
 def _compare(

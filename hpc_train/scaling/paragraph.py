@@ -163,8 +163,10 @@ def percent(share: float) -> str:
 
 def in_digits(value: float) -> str:
     """A number with three digits or, from 1000 on, without a fraction; never with an exponent."""
-    rounded = Decimal(f"{value:.3g}")
-    return f"{value:,.0f}" if rounded >= 1000 else f"{rounded:f}"
+    text = f"{value:.3g}"
+    if abs(float(text)) < 1000:
+        return f"{Decimal(text):f}"
+    return f"{value:,.0f}"  # of what is not finite, too
 
 
 def enumerated(words: Sequence[str], last: str = "and") -> str:

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 LEANER = 0.9  # share of the memory that a job needed, and did not get, which a remedy may need
 
+Free = tuple[NDArray[np.int64], Sequence[str]]  # bytes, and where they are, in words
+
 
 def job_that_fits(
     config: RunConfig, shape: Shape, runtime: Runtime
@@ -48,15 +50,13 @@ def job_that_fits(
         ConfigError: the job does not fit; on all ranks.
     """
     job = job_of(config, shape, runtime)
-    free, where = free_bytes_of(job, runtime)
-    hosts = None
-    if config.memory.staged:
-        hosts = free_bytes_of_nodes(free_memory_of(torch.device("cpu")), runtime)
+    nodes, gpu = bytes_left(runtime)
+    free, where = nodes if job.on_cpu else gpu
     with agreed(runtime.world):
         if config.run.preflight:
             check_fits(job, free, where)
-            if hosts is not None:
-                check_host_fits(job, *hosts)
+            if not job.on_cpu:
+                check_host_fits(job, *nodes)
         if job.on_cpu and (config.memory.recompute != "none" or job.is_tight(free)):
             close_gaps()  # before the model has memory
             if config.memory.recompute == "none" and runtime.world.rank == 0:
@@ -115,27 +115,19 @@ def job_of(config: RunConfig, shape: Shape, runtime: Runtime) -> PlannedJob:
     return PlannedJob(sized, shape, node, on_cpu)
 
 
-def free_bytes_of(job: PlannedJob, runtime: Runtime) -> tuple[NDArray[np.int64], Sequence[str]]:
-    """Bytes free on each node, or on the GPU that has least, and their names. Collective."""
-    mine = free_memory_of(choose_device(runtime.node.rank))
-    if job.on_cpu:
-        return free_bytes_of_nodes(mine, runtime)
-    free, host = min(runtime.world.gathered((mine, runtime.world.host), "the free memory"))
-    return np.array([free]), [f"a GPU of {host}"]
+def bytes_left(runtime: Runtime) -> tuple[Free, Free]:
+    """What is free on each node, and on the GPU that has least. Collective.
 
-
-def free_bytes_of_nodes(mine: int, runtime: Runtime) -> tuple[NDArray[np.int64], Sequence[str]]:
-    """Bytes free on each node, and the nodes' names. Collective.
-
-    Args:
-        mine: the bytes that this rank has found free on its node.
-        runtime: the job's runtime.
+    Without GPUs the latter means nothing.
     """
+    device = choose_device(runtime.node.rank)
+    mine = free_memory_of(torch.device("cpu")), free_memory_of(device), runtime.world.host
     found = runtime.world.gathered(mine, "the free memory")
     topology = discover(runtime.world, runtime.node)
-    of_nodes = dict(zip(topology.node, found, strict=True))
-    least = [of_nodes[number] for number in range(len(topology.hosts))]
-    return np.array(least), topology.hosts
+    of_nodes = {number: free for number, (free, _, _) in zip(topology.node, found, strict=True)}
+    nodes = np.array([of_nodes[number] for number in range(len(topology.hosts))])
+    least, host = min((free, host) for _, free, host in found)
+    return (nodes, topology.hosts), (np.array([least]), [f"a GPU of {host}"])
 
 
 def check_same_program(config: RunConfig, group: Group) -> None:

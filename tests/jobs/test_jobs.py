@@ -15,6 +15,7 @@ from hpc_train.errors import UserError
 from hpc_train.jobs import Job
 from hpc_train.launch.queued import tasks_of
 from tests.cli.desk import Desk
+from tests.waiting import Clock
 
 
 @pytest.fixture
@@ -98,7 +99,6 @@ def test_states_follow_a_run_from_job_to_job(desk):
 
 def test_a_job_that_the_queue_shows_again_has_not_ended(desk, monkeypatch):
     """Between the two jobs of a chain the queue is empty, and the last record comes late."""
-    monkeypatch.setattr(jobs, "LATE_SECONDS", 0.2)
     job = jobs.submit("my.yaml", scheduler="slurm")
     looks = iter([[], ["7"], ["7"], ["7"], ["7"], [], []])
 
@@ -109,13 +109,14 @@ def test_a_job_that_the_queue_shows_again_has_not_ended(desk, monkeypatch):
         return "slurm", found or []
 
     monkeypatch.setattr(jobs, "still_queued", look)
-    assert job.wait(poll=0.1) == 0
+    monkeypatch.setattr(jobs, "time", Clock())
+    assert job.wait(poll=jobs.LATE_SECONDS / 3) == 0
 
 
 def test_a_job_that_left_no_record_has_failed(desk, monkeypatch):
-    monkeypatch.setattr(jobs, "LATE_SECONDS", 0.1)
     job = jobs.submit("my.yaml", scheduler="slurm")
-    assert (job.state, job.wait(poll=0.05)) == ("failed", None)
+    monkeypatch.setattr(jobs, "time", Clock())
+    assert (job.state, job.wait()) == ("failed", None)
 
 
 @pytest.mark.parametrize(

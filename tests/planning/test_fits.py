@@ -137,9 +137,35 @@ def test_what_is_moved_to_the_host_has_to_fit_there():
     free = moved.host_needs()
     free[2] -= 1 << 20
     with pytest.raises(
-        ConfigError, match="the training needs .* of node2, which has .*: take more"
+        ConfigError, match=r"needs .* of node2, which has .*: give --memory.zero 2 \(needs"
     ):
         check_host_fits(moved, free, NODES)
+    with pytest.raises(ConfigError, match="take more nodes"):
+        check_host_fits(moved, 1 << 20, NODES)
+
+
+def test_the_remedies_of_a_full_host_are_those_that_help_there():
+    moved = job("--memory.offload=optimizer", "--checkpoint.background=true", on_cpu=False)
+    room = moved.host_needs() - 1
+    found = re.findall(r"(--[^(]*) \(needs", moved.host_remedy(room))
+    assert found == ["--checkpoint.background false", "--memory.zero 2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "parameters"),
+    [
+        ("", 0),
+        ("--gradients.engine=mpi\n--gradients.average_every=2", 0),
+        ("--gradients.compression=fp16", 0),
+        ("--gradients.engine=mpi\n--gradients.compression=powersgd", 2 + 2),
+        ("--checkpoint.background=true", 2 * 3 / 8),
+    ],
+)
+def test_hosts_of_gpus_are_sure_to_need_what_no_gpu_can_keep(options, parameters):
+    """Gradients may be summed on GPUs, or in pieces, unless they are compressed."""
+    on_gpu = job("--memory.zero=0", *options.split(), on_cpu=False)
+    bytes_of_model = 4 * sum(part.parameters for part in on_gpu.shape.parts())
+    assert on_gpu.host_needs().tolist() == [round(parameters * bytes_of_model)] * 4
 
 
 def test_gradients_and_optimizer_state_are_counted_for_what_is_trained():

@@ -12,14 +12,13 @@ from hpc_train.launch.request import SubmitRequest
 from hpc_train.scaling import running
 from hpc_train.scaling.running import QueuedRuns
 from hpc_train.scaling.study import ScaleRun
+from tests.waiting import Clock
 
 
 @pytest.fixture
 def wait(monkeypatch, tmp_path):
     """Wait for a run, of which a look at the queue shows jobs, none, or an error."""
-    monkeypatch.setattr(running, "STUDY_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(running, "QUESTION_SECONDS", 0.05)
-    monkeypatch.setattr(running, "LATE_RECORD_SECONDS", 0.04)
+    monkeypatch.setattr(running, "time", Clock())
     monkeypatch.setattr(running, "submit", lambda request: SimpleNamespace(ids=["7"]))
     run = ScaleRun(1, 1, tmp_path / "run", [])
 

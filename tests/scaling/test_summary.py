@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -252,6 +253,9 @@ def test_the_axis_of_the_phases_has_round_times(seconds, ticks):
         (1e-5, "0.00001"),
         (0.012345, "0.0123"),
         (0.0, "0"),
+        (-12345.6, "-12,346"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
     ],
 )
 def test_numbers_have_three_digits_and_no_exponent(value, text):

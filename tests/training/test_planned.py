@@ -5,6 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from hpc_train.config.file import load
+from hpc_train.errors import ConfigError
+from hpc_train.mpi.group import Group
+from hpc_train.mpi.runtime import Runtime
+from hpc_train.planning.model import planned_shape
+from hpc_train.training import planned
 
 FULL = "['--data.path', 'd', '--model.vocab', '256', '--memory.recompute', 'full']"
 PLANNED = f"""
@@ -51,3 +59,21 @@ def test_recomputation_leaves_no_gaps_between_tensors(tmp_path, made):
     )
     assert told.returncode == 0, told.stderr
     assert int(told.stdout.split()[-1]) < 45, told.stdout
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_a_job_on_gpus_is_refused_if_its_hosts_have_no_room(monkeypatch, offload):
+    """The GPUs have enough for any job. A copy for checkpoints is in the memory of the host."""
+    kept = 5 << 20 if offload == "optimizer" else 0
+    free = {"cuda": 1 << 40, "cpu": kept}
+    monkeypatch.setattr(planned, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(planned, "free_memory_of", lambda device: free[device.type])
+    runtime = Runtime(Group(), Group())
+    model = ["--model.vocab=256", "--model.layers=1", "--model.hidden=128", "--model.heads=2"]
+    options = [*model, f"--memory.offload={offload}", "--checkpoint.every=1"]
+    waits, copies = (
+        load(None, [*options, f"--checkpoint.background={value}"]) for value in ("false", "true")
+    )
+    planned.job_that_fits(waits, planned_shape(waits), runtime)
+    with pytest.raises(ConfigError, match="give --checkpoint.background false"):
+        planned.job_that_fits(copies, planned_shape(copies), runtime)
