@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,7 +16,7 @@ from hpc_train.data.leaves import leaves
 from hpc_train.data.methods import fetch_of
 from hpc_train.data.mixture import datasets_in
 from hpc_train.data.order import number_of_samples
-from hpc_train.data.pickled import pickled
+from hpc_train.data.pickled import copy_of
 from hpc_train.data.reader import Reader
 from hpc_train.seeds import mix
 
@@ -47,7 +46,7 @@ def fingerprint(reader: Reader, *, copied: bool = False) -> Fingerprint:
         return []  # hashes of their own are compared
     with suppress(Exception):  # whatever somebody's data set raises
         last = number_of_samples(reader.dataset) - 1
-        dataset = pickle.loads(pickled(reader.dataset)) if copied else reader.dataset
+        dataset = copy_of(reader.dataset) if copied else reader.dataset
         whole = fetch_of(dataset) is not None or type(dataset) is TensorDataset
         samples = Reader(dataset, reader.lock, None if whole else _as_they_are)
         return [_of_sample(samples, number) for number in sorted({0, last // 2, last}) if last >= 0]

@@ -26,6 +26,12 @@ def gives_several(dataset: Any) -> bool:
     return has and not _changes_samples(dataset, "__getitems__")
 
 
+def gives_single(dataset: Any) -> bool:
+    """Whether a data set has a `__getitem__` that is not torch's own, which always fails."""
+    own = getattr(type(dataset), "__getitem__", None)
+    return own not in (None, Dataset.__getitem__)
+
+
 def ahead_of(dataset: Any) -> Callable[[Any], None] | None:
     """A data set's method `ahead`; None if it has none, or no `samples_ahead` to go with it.
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hpc_train.data.lengths import lengths_of
-from hpc_train.data.methods import ahead_of, fetch_of
+from hpc_train.data.methods import ahead_of, fetch_of, gives_single
 from hpc_train.data.order import SampleOrder, number_of_samples
 from hpc_train.data.substitutes import Substituted, Substitutes
 from hpc_train.errors import ConfigError, UserError, plural
@@ -50,7 +50,8 @@ class Mixture:
     Raises:
         ConfigError: there are no data sets, one has no samples, or a weight is not above 0, or is
             too small for a share of 1 / 65536.
-        UserError: some data sets have `fetch` and others do not, or one has no samples by number.
+        UserError: a data set has only `fetch` and others do not have it, or one has no samples by
+            number.
     """
 
     shares_told = True
@@ -67,12 +68,13 @@ class Mixture:
         self.quotas = quotas(self.weights)
         self._batched = all(fetch_of(dataset) is not None for dataset in self.datasets)
         for number, dataset in enumerate(self.datasets, 1):
-            if (fetch_of(dataset) is not None) != self._batched:
+            by_number = self._batched or gives_single(dataset)
+            if not by_number and fetch_of(dataset) is not None:
                 raise UserError(
-                    "some data sets of a mixture have `fetch`, and others do not",
-                    "give all of them `fetch`, or none",
+                    f"data set {number} of a mixture, of type {type(dataset).__name__}, has only "
+                    "`fetch`, and others do not have it",
+                    "give all of them `fetch`, or all of them `__getitem__`",
                 )
-            by_number = self._batched or hasattr(dataset, "__getitem__")
             if not (by_number and hasattr(dataset, "__len__")):
                 raise UserError(
                     f"data set {number} of a mixture is of type {type(dataset).__name__}, which "

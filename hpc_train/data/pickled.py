@@ -1,47 +1,136 @@
-"""Pickles a data set for another process, with copies of its tensors."""
+"""Copies data sets by pickle, in this process or into others, with copies of their tensors."""
 
 from __future__ import annotations
 
+import ctypes
 import io
+import os
+import pickle
+from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 import numpy as np
 import torch
+
+LARGE_CONTENT = 1 << 12  # bytes of a tensor or an array that does not go through the pickle
 
 
 class _Copying(ForkingPickler):
     """torch's pickler puts all tensors into memory that processes share: each would write to it.
 
     So this one copies them, and each memory once, however many tensors lie in it. What a data set
-    itself has put into shared memory remains shared with a process that is being started.
+    itself has put into shared memory remains shared with a process that is being started. Large
+    contents are not in the pickle: `take` gets them.
     """
+
+    def __init__(self, stream: io.BytesIO, take: Callable[[memoryview], None]) -> None:
+        def stays(buffer: pickle.PickleBuffer) -> bool:
+            content = buffer.raw()
+            if content.nbytes >= LARGE_CONTENT:
+                take(content)
+            return content.nbytes < LARGE_CONTENT
+
+        super().__init__(stream, 5, True, stays)
 
     def reducer_override(self, part: Any) -> Any:
         if isinstance(part, torch.Tensor) and part.is_cuda and get_spawning_popen() is None:
-            return _on_device, (
-                part.detach().cpu(),
-                part.device,
-            )  # torch shares it with others only
+            return _on_device, (part.detach().cpu(), part.device)  # torch only shares it
         if not isinstance(part, torch.UntypedStorage) or part.device.type != "cpu":
             return NotImplemented
         if part.is_shared() and get_spawning_popen() is not None:
             return NotImplemented
-        whole = torch.empty(0, dtype=torch.uint8).set_(part)
-        return _storage, (whole.numpy(),)
+        return _storage, (pickle.PickleBuffer(_memory_of(part)),)
 
 
-def _storage(content: np.ndarray) -> torch.UntypedStorage:
-    return torch.from_numpy(content).clone().untyped_storage()
+def _storage(content: Any) -> torch.UntypedStorage:
+    made = getattr(content, "storage", None)  # of `_memory_of`
+    return made or torch.tensor(np.frombuffer(content, np.uint8)).untyped_storage()
+
+
+def _memory_of(storage: torch.UntypedStorage) -> Any:
+    """The memory of a storage. Tensors forbid `resize_` once they were made NumPy arrays."""
+    memory: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    memory.storage = storage  # keeps it
+    return memory
+
+
+def _new(size: int) -> tuple[Any, memoryview]:
+    """New memory, which a tensor may have for its own."""
+    memory = _memory_of(torch.UntypedStorage(size))
+    return memory, pickle.PickleBuffer(memory).raw()
 
 
 def _on_device(content: torch.Tensor, device: torch.device) -> torch.Tensor:
     return content.to(device)
 
 
-def pickled(part: Any) -> bytes:
-    """An object's pickle. `pickle.loads` makes a copy of it."""
-    buffer = io.BytesIO()
-    _Copying(buffer, 5).dump(part)
-    return buffer.getvalue()
+def copy_of(part: Any) -> Any:
+    """A copy of an object, made by pickle."""
+    stream, contents = io.BytesIO(), list[memoryview]()
+    _Copying(stream, contents.append).dump(part)
+    return pickle.loads(stream.getvalue(), buffers=map(_copy, contents))
+
+
+def _copy(content: memoryview) -> Any:
+    memory, view = _new(content.nbytes)
+    view[:] = content
+    return memory
+
+
+class Sent:
+    """An object that is sent to several processes, each of which makes a copy of it.
+
+    It is pickled for each of them, as parts such as locks are sent to one process only. But large
+    contents of its tensors and arrays are written once, into one file in memory. Each process reads
+    them from there into the memory where they stay.
+
+    Args:
+        part: the object.
+    """
+
+    def __init__(self, part: Any) -> None:
+        self.part, self.pickle = part, b""
+        self._file: Any = os.memfd_create("data set")
+        self._places: list[tuple[int, int]] = []  # in the file: offset and size of each content
+        self._written: dict[tuple[int, int], int] = {}  # offsets by address and size
+        self._kept: list[memoryview] = []  # so that no other content gets an address that is in use
+        self._end = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        stream, places = io.BytesIO(), list[tuple[int, int]]()
+        _Copying(stream, lambda content: places.append(self._place(content))).dump(self.part)
+        return {"pickle": stream.getvalue(), "_places": places, "_file": DupFd(self._file)}
+
+    def _place(self, content: memoryview) -> tuple[int, int]:
+        which = np.frombuffer(content, np.uint8).ctypes.data, content.nbytes
+        if which not in self._written:
+            self._kept.append(content)
+            self._written[which] = self._end
+            while content:
+                written = os.write(self._file, content)
+                self._end += written
+                content = content[written:]
+        return self._written[which], which[1]
+
+    def close(self) -> None:
+        """Give the file back. Processes that have been started still have it."""
+        os.close(self._file)
+        self._kept.clear()
+
+    def load(self) -> Any:
+        """Make the copy, in a process that was sent this; only once."""
+        file = self._file.detach()
+        try:
+            return pickle.loads(self.pickle, buffers=(_read(file, *at) for at in self._places))
+        finally:
+            os.close(file)
+
+
+def _read(file: int, offset: int, size: int) -> Any:
+    memory, view = _new(size)
+    while view:
+        done = os.preadv(file, [view], offset)
+        offset, view = offset + done, view[done:]
+    return memory

@@ -42,16 +42,25 @@ def _like(data: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
     """A mapping of the class of another one, such as `BatchEncoding`, if its items can be set."""
     if type(data) is dict:
         return items
-    with suppress(Exception):  # somebody's class
-        made: Any = copy.copy(data)
-        for key, value in items.items():
-            before = data[key]
-            made[key] = value
-            if value is not before and data[key] is value:  # the copy has the batch's own storage
-                made[key] = before
-                return items
-        return made  # type: ignore[no-any-return]
+    for inside in (False, True):
+        with suppress(Exception):  # somebody's class
+            made = copy.copy(data)
+            if inside:  # its items may lie in an attribute, which the copy shares
+                vars(made).update({name: copy.copy(one) for name, one in vars(data).items()})
+            if _set(made, items, data):
+                return made
     return items
+
+
+def _set(made: Any, items: dict[Any, Any], data: Mapping[Any, Any]) -> bool:
+    """Set the items of a batch's copy, unless the copy has the batch's own storage."""
+    for key, value in items.items():
+        before = data[key]
+        made[key] = value
+        if value is not before and data[key] is value:
+            made[key] = before
+            return False
+    return True
 
 
 def pinned(data: Any) -> Any:

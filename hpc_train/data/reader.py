@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 Indices = Sequence[int] | np.ndarray
 SAMPLE_STREAM = 1  # part of the samples' seeds, so that they differ from the model's
+FAILURES = 3  # of `__getitems__` in a row, after which it is not called again; one may pass
 ENDING = (SystemExit, GeneratorExit, StopIteration)
 """After these the job would end with exit code 0, or an iterator that reads would seem to end."""
 
@@ -71,6 +72,7 @@ class Reader:
         self.place = "a batch"
         self.drawn: set[str] = set()
         self._gives_several = gives_several(dataset)
+        self._failures, self._told = 0, False  # of `__getitems__`, in a row
         self._fetch = fetch_of(dataset)
         if collate_fn is None and _is_plain(dataset):
             self._fetch = self._rows
@@ -235,7 +237,10 @@ class Reader:
         except Exception as error:  # noqa: BLE001  # whatever somebody's data set raises
             failure = error
         else:
-            if hasattr(samples, "__len__") and len(samples) != len(numbers):
+            self._failures = 0
+            # With a collate_fn of its own it may return anything, such as a batch.
+            listed = self.collate_fn is None or isinstance(samples, list)
+            if listed and hasattr(samples, "__len__") and len(samples) != len(numbers):
                 raise UserError(
                     f"`__getitems__` of the data set gave {plural(len(samples), 'sample')} for "
                     f"{plural(len(numbers), 'number')}",
@@ -249,11 +254,16 @@ class Reader:
             raise failure from None
         except Exception as error:
             raise error from failure
-        self._gives_several = False
-        logger.warning(
-            "`__getitems__` of the data set fails (%s), so its samples are read one by one",
-            error_in_words(failure),
-        )
+        self._failures += 1
+        self._gives_several = self._failures < FAILURES
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "`__getitems__` of the data set fails (%s), so samples are read one by one: for "
+                "the rest of the run if it fails %d times in a row",
+                error_in_words(failure),
+                FAILURES,
+            )
         return singly
 
     def _singly(

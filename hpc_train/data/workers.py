@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hpc_train.data.pickled import pickled
+from hpc_train.data.pickled import Sent
 from hpc_train.data.reader import Reader
 from hpc_train.data.substitutes import Substituted
 from hpc_train.errors import HpcTrainError, RankError, error_in_words
@@ -43,14 +43,10 @@ class _Micro(Dataset[bytes]):
     nobody.
     """
 
-    def __init__(self, reader: Reader, seed: int) -> None:
-        self.dataset, self.collate_fn, self.seed = reader.dataset, reader.collate_fn, seed
-        self.sent = b""
+    def __init__(self, sent: Sent, seed: int) -> None:
+        self.sent: Sent | None = sent
+        self.seed = seed
         self.reader: Reader | None = None  # made in the worker, as its lock cannot be pickled
-
-    def __getstate__(self) -> dict[str, Any]:
-        sent = pickled((self.dataset, self.collate_fn))
-        return {"sent": sent, "seed": self.seed, "reader": None}
 
     def __getitem__(self, task: Task) -> bytes:
         try:
@@ -63,9 +59,11 @@ class _Micro(Dataset[bytes]):
             return pickle.dumps(RankError(error_in_words(error), remedy))
 
     def _read(self, number: int, places: Sequence[int], indices: np.ndarray) -> bytes:
-        if self.reader is None:  # this worker's copy
-            dataset, collate_fn = pickle.loads(self.sent)
-            self.reader, self.sent = Reader(dataset, collate_fn=collate_fn), b""
+        if self.sent is not None:
+            sent, self.sent = self.sent, None
+            dataset, collate_fn = sent.load()  # this worker's copy
+            self.reader = Reader(dataset, collate_fn=collate_fn)
+        assert self.reader is not None
         with self.reader.naming(f"step {number}"):
             read = self.reader.read_of_step(indices, self.seed, number, places)
             return bytes(ForkingPickler.dumps(read))
@@ -101,11 +99,12 @@ class Processes:
         self, reader: Reader, seed: int, tasks: Iterable[Task], workers: int, ahead: int
     ) -> None:
         before = multiprocessing.active_children()
+        sent = Sent((reader.dataset, reader.collate_fn))
         # In the main thread torch would set a handler of SIGCHLD, so this is another one.
-        with ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
+        with closing(sent), ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about cores and pickling, which the caller reports
             self._batches: Iterator[bytes] | None = thread.submit(
-                _iterator, _Micro(reader, seed), tasks, workers, ahead
+                _iterator, _Micro(sent, seed), tasks, workers, ahead
             ).result()
         self._workers = [one for one in multiprocessing.active_children() if one not in before]
         self._substitutes = getattr(reader.dataset, "substitutes", None)

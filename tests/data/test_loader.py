@@ -209,6 +209,9 @@ def test_reading_ahead_of_a_data_set_that_may_change_is_told(dataset, prefetch, 
         (lambda samples: torch.tensor([[*samples, *samples]]), None, False),  # packed
         (lambda samples: (torch.zeros(2), torch.zeros(3)), None, False),  # nodes and edges
         (lambda samples: {"ids": torch.tensor([0, *samples])}, None, False),
+        (lambda samples: (tuple(torch.zeros(3, 5) for _ in samples), None), None, False),  # images
+        (lambda samples: ({"crops": [torch.zeros(3, 5)] * 7}, None), None, False),
+        (lambda samples: {"crops": torch.zeros(3), "texts": [*map(str, samples)]}, None, False),
     ],
 )
 def test_a_collate_that_leaves_out_samples_is_told(collate, counted, told, caplog):

@@ -200,6 +200,25 @@ def test_samples_of_map_style_data_sets_are_put_together_by_torch():
     assert Counter(torch.cat(seen).tolist()) == dict.fromkeys([0, 1, 2, 3, 4, 5, -1, -2, -3], 2)
 
 
+class Single(Rows):
+    """It has single samples beside `fetch`."""
+
+    def __getitem__(self, index):
+        return self.fetch([index])["rows"][0]
+
+
+class Turned(Single):
+    """It changes single samples, and knows nothing of batches."""
+
+    def __getitem__(self, index):
+        return -super().__getitem__(index)
+
+
+def test_single_samples_are_read_if_a_class_changes_those_of_one_data_set():
+    mixture = Mixture([(Single(5, 3), 1), (Turned(7, 3), 1)])
+    assert Reader(mixture).read_beside([2, 4]).tolist() == [[5, 2], [-7, -1]]
+
+
 class Deep:
     """A data set that draws from a generator some levels below it."""
 
@@ -231,7 +250,10 @@ def test_a_weight_that_is_no_share_is_refused(weight):
         ([], "has no data sets"),
         ([(Rows(0, 9), 1), (Rows(1, 0), 1)], "data set 2 of a mixture has no samples"),
         ([(Rows(0, 9), 1), (Rows(1, 9), 1e-6)], "data set 2 of a mixture, 1e-06, gives it less"),
-        ([(Rows(0, 9), 1), ([1, 2], 1)], "have `fetch`, and others do not"),
+        (
+            [([1, 2], 1), (Rows(0, 9), 1)],
+            "data set 2 of a mixture, of type Rows, has only `fetch`, and others do not have it",
+        ),
         ([(iter([1]), 1)], "of type list_iterator, which has no samples by number"),
     ],
 )

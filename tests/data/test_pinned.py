@@ -48,8 +48,13 @@ class Scores(list):
 class Fields(MutableMapping):
     """It has its items in an attribute, which its copies share."""
 
-    def __init__(self, **items):
+    def __init__(self, items):
         self.items_in_it = items
+
+    def __getattr__(self, name):
+        if name == "items_in_it":
+            raise AttributeError(name)
+        return self[name]
 
     def __getitem__(self, key):
         return self.items_in_it[key]
@@ -69,9 +74,16 @@ class Fields(MutableMapping):
 
 def test_containers_that_cannot_be_made_anew_become_plain_ones_and_stay_as_they_are():
     pair, scores = Crops(torch.zeros(1), "text"), Scores(torch.zeros(1), [torch.zeros(1)])
-    fields = Fields(name="text", x=torch.zeros(1), y=torch.zeros(1))
-    found = [each_tensor(one, lambda tensor: tensor + 1) for one in (pair, scores, fields)]
+    deep = Fields(Fields({"name": "text", "x": torch.zeros(1), "y": torch.zeros(1)}))
+    found = [each_tensor(one, lambda tensor: tensor + 1) for one in (pair, scores, deep)]
     assert found == [(1, "text"), [1, [1]], {"name": "text", "x": 1, "y": 1}]
     assert [type(one) for one in found] == [tuple, list, dict]
     assert (pair, scores) == ((0, "text"), [0, [0]])
-    assert dict(fields) == {"name": "text", "x": 0, "y": 0}
+    assert dict(deep) == {"name": "text", "x": 0, "y": 0}
+
+
+def test_a_mapping_with_its_items_in_an_attribute_keeps_its_class():
+    fields = Fields({"name": "text", "x": torch.zeros(1)})
+    found = each_tensor(fields, lambda tensor: tensor + 1)
+    assert (type(found), found.name, float(found.x)) == (Fields, "text", 1.0)
+    assert float(fields.x) == 0.0

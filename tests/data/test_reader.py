@@ -566,20 +566,35 @@ def test_an_error_of_several_samples_is_told_if_there_are_no_single_ones():
         Reader(OnlySeveral(broken)).read_beside([1, 2])
 
 
-def test_several_samples_that_fail_where_single_ones_do_not_are_told_once(caplog):
+def test_several_samples_that_fail_are_told_once_and_left_after_three_failures_in_a_row(caplog):
     class Both(OnlySeveral):
         def __getitem__(self, index):
             return index
 
     Both.__getitems__ = OnlySeveral.__getitems__
-    reader = Reader(Both(broken))
-    assert [reader.read_beside([n, 1]).tolist() for n in range(2)] == [[0, 1], [1, 1]]
+    asked = []
+
+    def flaky(indices):
+        asked.append(indices)
+        if len(asked) in (1, 2, 4, 5, 6):
+            raise ValueError("the real cause")
+        return indices
+
+    reader = Reader(Both(flaky))
+    assert [reader.read_beside([n, 1]).tolist() for n in range(8)] == [[n, 1] for n in range(8)]
+    assert len(asked) == 6
     assert caplog.text.count("`__getitems__` of the data set fails (ValueError: the real") == 1
 
 
 def test_several_samples_must_be_as_many_as_were_asked_for():
     with pytest.raises(UserError, match="gave 2 samples for 3 numbers: let it give one for each"):
         Reader(OnlySeveral(lambda indices: [torch.ones(2)] * 2)).read_beside([1, 2, 3])
+
+
+def test_several_samples_may_come_as_a_batch_if_a_collate_fn_takes_it():
+    dataset = OnlySeveral(lambda indices: (torch.tensor(indices), torch.tensor(indices) * 2))
+    x, y = Reader(dataset, collate_fn=lambda batch: batch).read_beside([1, 2, 3])
+    assert (x.tolist(), y.tolist()) == ([1, 2, 3], [2, 4, 6])
 
 
 def test_seeding_the_process_seeds_torch_as_torch_does():

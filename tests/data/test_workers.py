@@ -220,6 +220,36 @@ def test_workers_have_copies_of_tensors_and_share_those_that_are_shared(started)
     assert dataset.rows[-1] == 1.0
 
 
+class Large:
+    """A tensor and an array. Its samples are the most memory that its process has had, in kB."""
+
+    def __init__(self, kilobytes):
+        self.rows = torch.full((kilobytes, 128), 3.0)
+        self.later = self.rows[1:]
+        self.array = np.full((kilobytes, 128), 4.0, np.float32)
+        self.room = torch.zeros(50_000)
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        self.room.resize_(100_000)
+        self.later[0, 0] = self.array[0, 0] = 5.0
+        assert self.rows[1, 0] == 5.0, "the tensors no longer lie in one memory"
+        assert self.rows[-1, -1] + self.array[-1, -1] == 7.0
+        return torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def test_a_worker_has_one_copy_of_a_data_set_at_its_start_too(started):
+    size, peaks = 60_000, []
+    for dataset in (Large(1_000), Large(size)):
+        found = batches(dataset, workers=2, collate_fn=None)
+        peaks.append(max(int(batch.max()) for [batch] in found))
+        assert float(dataset.later[0, 0] + dataset.array[0, 0]) == 7.0
+        dataset.room.resize_(100_000)  # torch forbids it for what has been a NumPy array
+    assert 0.9 * size < peaks[1] - peaks[0] < 1.5 * size
+
+
 @pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"workers": 2}])
 def test_without_workers_the_message_names_the_sample_too(monkeypatch, options):
     monkeypatch.setattr(fork_server, "_state", None)
