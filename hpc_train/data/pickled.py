@@ -37,6 +37,8 @@ class _Copying(ForkingPickler):
     def reducer_override(self, part: Any) -> Any:
         if isinstance(part, torch.Tensor) and part.is_cuda and get_spawning_popen() is None:
             return _on_device, (part.detach().cpu(), part.device)  # torch only shares it
+        if isinstance(part, torch.Tensor) and (part.is_conj() or part.is_neg()):
+            return _itself, (part.resolve_conj().resolve_neg(),)  # torch's pickler forgets both
         if not isinstance(part, torch.UntypedStorage) or part.device.type != "cpu":
             return NotImplemented
         if part.is_shared() and get_spawning_popen() is not None:
@@ -60,6 +62,10 @@ def _new(size: int) -> tuple[Any, memoryview]:
     """New memory, which a tensor may have for its own."""
     memory = _memory_of(torch.UntypedStorage(size))
     return memory, pickle.PickleBuffer(memory).raw()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _on_device(content: torch.Tensor, device: torch.device) -> torch.Tensor:
