@@ -79,7 +79,7 @@ class Mixture:
                 raise UserError(
                     f"data set {number} of a mixture is of type {type(dataset).__name__}, which "
                     "has no samples by number",
-                    "give map-style data sets",
+                    "give a map-style data set in its place",
                 )
             if not number_of_samples(dataset):
                 raise ConfigError(f"data set {number} of a mixture has no samples", "leave it out")
