@@ -12,6 +12,8 @@ from hpc_train import log
 def test_a_character_that_the_locale_lacks_loses_no_line(tmp_path, monkeypatch):
     console = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", console)
+    # pytest cannot hand such a character on from one of its processes to another.
+    monkeypatch.setattr(logging.getLogger(log.ROOT), "propagate", False)
     handlers = [log.to_console(0), log.to_file(tmp_path, 0, 1)]
     try:
         logging.getLogger(f"{log.ROOT}.part").info(

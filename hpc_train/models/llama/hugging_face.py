@@ -74,6 +74,7 @@ ROPE = {
 }
 
 
+ALL_BEFORE = ("max_window_layers", 28)  # the number of layers in front of those with windows
 NO_WINDOW = "sliding_window is null"  # a key of ours beside those of a config.json
 
 
@@ -161,7 +162,7 @@ def llama_weights(
     """
     check_model_type(kind, about)
     if about.get("model_type") != kind:
-        return own_weights(kind, [*PARTLY, "norm_eps"], sizes, about, whole=whole)
+        return own_weights(kind, PARTLY, sizes, about, whole=whole)
     without_window = "sliding_window" in about and about["sliding_window"] is None
     about = {name: value for name, value in about.items() if value is not None}
     about[NO_WINDOW] = without_window
@@ -228,8 +229,8 @@ def _has_windows(about: Mapping[str, Any]) -> bool:
         return set(about["layer_types"]) != {"full_attention"}
     if about["model_type"] == "mistral":
         return not about.get(NO_WINDOW, False)
-    layers = size_in(about, *LLAMA_SIZES["layers"])
-    return bool(about.get("use_sliding_window")) and about.get("max_window_layers", 28) < layers
+    layers, before = (size_in(about, *key) for key in (LLAMA_SIZES["layers"], ALL_BEFORE))
+    return bool(about.get("use_sliding_window")) and before < layers
 
 
 def converted_names(sizes: Mapping[str, Any]) -> Callable[[str], list[Converted]]:
