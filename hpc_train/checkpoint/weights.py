@@ -340,7 +340,7 @@ def _check(
             if any("layers.0." in one or "h.0." in one for one in source.forms):
                 remedy = "give the folder with its config.json, if these names are Hugging Face's"
             if name in source.lacking:
-                there = f", of which {name} is made"
+                there = f", which {name} needs"
             lacks = source.lacking.get(name, name)
             raise CheckpointMismatch(f"{source.path} has no {lacks}{there}", remedy)
         word, have = source.forms[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,8 @@ from hpc_train.errors import (
     CheckpointError,
     CheckpointMismatch,
     ConfigError,
+    SetupError,
+    print_line,
     size_text,
     some_of,
 )
@@ -263,7 +266,11 @@ def _special_tokens(about: Mapping[str, Any]) -> dict[str, int | None]:
     """The tokens before and behind each text of the training, as a `config.json` has them."""
     from hpc_train.data import tokenizer
 
-    codec = tokenizer.loads(about["tokenizer"])
+    try:
+        codec = tokenizer.loads(about["tokenizer"])
+    except SetupError as error:
+        print_line(f"warning: config.json names no special tokens: {error}", sys.stderr)
+        return {}
     return {
         "bos_token_id": codec.front[0] if len(codec.front) == 1 else None,
         "eos_token_id": codec.separator,

@@ -50,8 +50,7 @@ class Mixture:
     Raises:
         ConfigError: there are no data sets, one has no samples, or a weight is not above 0, or is
             too small for a share of 1 / 65536.
-        UserError: a data set has only `fetch` and others do not have it, or one has no samples by
-            number.
+        UserError: some data sets have `fetch` alone, or one has no samples by number.
     """
 
     shares_told = True

@@ -86,7 +86,7 @@ def _copy(content: memoryview) -> Any:
 
 
 class Sent:
-    """An object that is sent to several processes, each of which makes a copy of it.
+    """An object that is sent to several processes. Each process makes a copy of it.
 
     It is pickled for each of them, as parts such as locks are sent to one process only. But large
     contents of its tensors and arrays are written once, into one file in memory. Each process reads

@@ -84,7 +84,7 @@ def own_weights(
     check_same_sizes(sizes, {key: saved[key] for key in keys if key in saved})
     if whole and saved.get("layers", 0) > sizes["layers"]:
         logger.warning(
-            "the weights have %d layers, of which this model takes the first %d",
+            "the weights have %d layers, and this model takes the first %d of them",
             saved["layers"],
             sizes["layers"],
         )

@@ -6,6 +6,7 @@ Shapes use B samples, T tokens, V vocabulary.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
@@ -54,7 +55,7 @@ def counted_targets(batch: Sequence[Tensor]) -> int:
     return int((batch[1] != NOT_COUNTED).sum())
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """The base of language models.
 
     Args:
@@ -74,6 +75,7 @@ class LanguageModel(nn.Module):
         self.initial_seed = int(torch.randint(1 << 62, (), device="cpu"))
         self.drops = dropout > 0
         self.end_std = INIT_STD / math.sqrt(2 * layers)
+        self.loss = TokenLoss()
         self.loss_over: Literal["sample", "token"] = "sample"
 
     def initial(self, name: str) -> Initial:
@@ -95,24 +97,46 @@ class LanguageModel(nn.Module):
             if isinstance(module, SampleDropout):
                 module.seeds = kept
 
-    def document_mask(self, positions: Tensor | None) -> Tensor | None:
-        """The mask of samples with several documents: see `document_mask`. None for no positions.
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Compute logits, or with targets the mean cross-entropy.
 
-        It has the type that queries have: that of the parameters, or the one of autocast.
+        Args:
+            tokens: int64 of shape (B, T).
+            targets: int64 of shape (B, T), the token that follows each one. Those that are -100 do
+                not count.
+            positions: int64 of shape (B, T), the place of each token in its document, from 0. A
+                token attends to its own document only. By default a sample is one document.
+
+        Returns:
+            Logits of shape (B, T, V), or the loss in nats per token, a scalar of 32 bits or more. A
+            sample without a target that counts has a loss of 0.
         """
+        logits = self.logits(tokens, positions, self._mask(positions))
+        if targets is None:
+            return logits
+        losses: Tensor = self.loss(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
+        counted = targets != NOT_COUNTED
+        if self.loss_over == "token":
+            return losses.sum() / counted.sum().clamp(min=1)
+        return (losses.sum(1) / counted.sum(1).clamp(min=1)).mean()
+
+    @abstractmethod
+    def logits(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Compute logits (B, T, V).
+
+        Args:
+            tokens: as for `forward`.
+            positions: as for `forward`.
+            mask: the mask of samples with several documents: see `document_mask`.
+        """
+
+    def _mask(self, positions: Tensor | None) -> Tensor | None:
+        """The mask of documents, in the type that queries have: the parameters' or autocast's."""
         if positions is None:
             return None
         device = positions.device.type
         autocast = torch.is_autocast_enabled(device)
         kind = next(self.parameters()).dtype
         return document_mask(positions, torch.get_autocast_dtype(device) if autocast else kind)
-
-    def mean_loss(self, losses: Tensor, targets: Tensor) -> Tensor:
-        """The mean of the losses (B T) over the targets (B, T) that count, as `loss_over` says.
-
-        A sample without a target that counts has a loss of 0.
-        """
-        losses, counted = losses.view(targets.shape), targets != NOT_COUNTED
-        if self.loss_over == "token":
-            return losses.sum() / counted.sum().clamp(min=1)
-        return (losses.sum(1) / counted.sum(1).clamp(min=1)).mean()

@@ -42,7 +42,7 @@ class Passages:
         """Whether stages are noted. It ends if one returns an object that may hide tensors."""
 
     def noted(self, stage: Callable[..., Any], args: Any, how: Any) -> Any:
-        """Call a stage, and note what it is called with and what it returns."""
+        """Call a stage, and note the tensors among its arguments and its results."""
         result = stage(*args, **how)
         if self.wanted:
             found = tree_leaves(result)

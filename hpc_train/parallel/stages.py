@@ -238,7 +238,7 @@ class Stages:
         return cursor.passages.noted(original, args, how)
 
     def _advance(self, cursor: Cursor, position: int, args: Any) -> None:
-        """Note that a stage module is called. It must be the one that is due, and get a tensor."""
+        """Note that a stage module is called. It must be the next one, and its input a tensor."""
         name = self.names[position]
         if position != cursor.due:
             raise UserError(f"the forward pass calls {name} before {self._due(cursor)}", REMEDY)

@@ -180,7 +180,7 @@ def test_a_trained_output_layer_is_not_left_out(tmp_path):
 def test_layers_that_a_model_leaves_out_are_told(tmp_path, caplog):
     path = checkpoint_of(gpt(0), tmp_path, {"shape": SIZES})
     assert_same(start(path, gpt(1, layers=2)), tensors(gpt(0)))
-    assert "the weights have 3 layers, of which this model takes the first 2" in caplog.text
+    assert "the weights have 3 layers, and this model takes the first 2 of them" in caplog.text
 
 
 def test_the_folder_of_a_loops_checkpoints_has_weights(tmp_path):

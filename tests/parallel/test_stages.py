@@ -253,7 +253,7 @@ def test_a_result_that_skips_a_rank_is_refused(how, where, ranks):
 
 
 class Viewed(nn.Linear):
-    """Returns a view. If that is changed in place, its graph goes on from what it is a view of."""
+    """Returns a view. If the view is changed in place, its graph goes on from its base."""
 
     def forward(self, x):
         return super().forward(x)[:]

@@ -17,7 +17,7 @@ from tests.waiting import Clock
 
 @pytest.fixture
 def wait(monkeypatch, tmp_path):
-    """Wait for a run, of which a look at the queue shows jobs, none, or an error."""
+    """Wait for a run. Each look at the queue shows its jobs, none, or an error."""
     monkeypatch.setattr(running, "time", Clock())
     monkeypatch.setattr(running, "submit", lambda request: SimpleNamespace(ids=["7"]))
     run = ScaleRun(1, 1, tmp_path / "run", [])

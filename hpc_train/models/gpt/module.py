@@ -19,7 +19,7 @@ from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.foreign import Converted
 from hpc_train.models.gpt import gpt2
 from hpc_train.models.initial import fill
-from hpc_train.models.language import LanguageModel, TokenLoss
+from hpc_train.models.language import LanguageModel
 from hpc_train.models.linear import Linear
 
 
@@ -133,7 +133,6 @@ class GPT(LanguageModel):
         self.embedding = Embedding(vocab, sequence, hidden, dropout)
         self.blocks = nn.ModuleList(Block(hidden, heads, dropout, i) for i in range(layers))
         self.head = Head(hidden, vocab)
-        self.loss = TokenLoss()
         if tie_embeddings:
             self.head.output.weight = self.embedding.token.weight
         fill(self)
@@ -144,27 +143,10 @@ class GPT(LanguageModel):
         """Choose how weights are converted for this model: see `gpt2.foreign_weights`."""
         return gpt2.foreign_weights(self.sizes, about, whole=whole)
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor:
-        """Compute logits, or with targets the mean cross-entropy.
-
-        Args:
-            tokens: int64 of shape (B, T).
-            targets: int64 of shape (B, T), the token that follows each one. Those that are -100 do
-                not count.
-            positions: int64 of shape (B, T), the place of each token in its document, from 0. A
-                token attends to its own document only. By default a sample is one document.
-
-        Returns:
-            Logits of shape (B, T, V), or the loss in nats per token, a scalar of 32 bits or more. A
-            sample without a target that counts has a loss of 0.
-        """
-        mask = self.document_mask(positions)
+    def logits(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Compute logits (B, T, V). Arguments are as for the base."""
         x = self.embedding(tokens, positions)
         for block in self.blocks:
             x = block(x, mask)
         logits: Tensor = self.head(x)
-        if targets is None:
-            return logits
-        return self.mean_loss(self.loss(logits.flatten(0, 1), targets.flatten()), targets)
+        return logits

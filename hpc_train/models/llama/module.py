@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +25,11 @@ from hpc_train.models.dropout import SampleDropout
 from hpc_train.models.foreign import Converted
 from hpc_train.models.initial import fill
 from hpc_train.models.kept import kept_with_its_graph
-from hpc_train.models.language import LanguageModel, TokenLoss
+from hpc_train.models.language import LanguageModel
 from hpc_train.models.linear import Linear
 from hpc_train.models.llama import hugging_face
 from hpc_train.models.llama.rotary import Rotary, rotated
+from hpc_train.models.llama.shape import LlamaShape
 from hpc_train.models.rms_norm import HeadNorm, RmsNorm
 
 
@@ -216,50 +218,31 @@ class Llama(LanguageModel):
     `memory_blocks` which modules can be recomputed (docs/how-to/memory.md).
 
     Args:
-        vocab: vocabulary size V.
-        sequence: largest number of tokens T that it is trained on.
-        layers: number of blocks.
-        hidden: channels C of the residual stream.
-        heads: attention heads H.
-        kv_heads: heads K of keys and values; they divide `heads`.
-        head_width: channels D of a head, an even number.
-        mlp_width: channels F inside each MLP.
-        dropout: probability of dropping an element, after the embedding and in each residual
-            branch.
-        tie_embeddings: whether the output layer shares the token embedding's weights.
-        rope_theta: the base of the rotations (`Rotary`).
-        rope_factor: how much slower the slowest rotations are, as in Llama 3.1; 1 changes none.
-        norm_eps: what norms add to the mean square.
-        kind: `model.kind`. qwen2 has biases at queries, keys and values, qwen3 norms of queries
-            and keys.
+        shape: its sizes.
     """
 
-    _plan: ClassVar[dict[str, str]] = {
-        "embedding.token": "vocab",
-        "blocks.*.attention.qkv": "colwise",
-        "blocks.*.attention.out": "rowwise",
-        "blocks.*.mlp.gate_up": "colwise",
-        "blocks.*.mlp.down": "rowwise",
-        "head.output": "vocab",
-        "loss": "vocab",
-    }
-
-    def __init__(self, *, kind: str, **sizes: Any) -> None:
-        super().__init__(sizes["layers"], sizes["dropout"])
-        self.kind, self.sizes, self.sequence = kind, sizes, sizes["sequence"]
-        vocab, hidden, eps = sizes["vocab"], sizes["hidden"], sizes["norm_eps"]
-        self.rotary = _rotary_of(sizes)
-        self.embedding = LlamaEmbedding(vocab, hidden, sizes["dropout"])
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__(shape.layers, shape.dropout)
+        self.kind, self.sizes, self.sequence = shape.KIND, asdict(shape), shape.sequence
+        self.rotary = _rotary_of(shape)
+        self.embedding = LlamaEmbedding(shape.vocab, shape.hidden, shape.dropout)
         self.blocks = nn.ModuleList(
-            _block_of(kind, sizes, self.rotary, index) for index in range(sizes["layers"])
+            _block_of(shape, self.rotary, index) for index in range(shape.layers)
         )
-        self.head = LlamaHead(hidden, vocab, eps)
-        self.loss = TokenLoss()
-        norms = ("query_norm", "key_norm") if kind == "qwen3" else ()
-        self.tensor_plan = self._plan | dict.fromkeys(
-            (f"blocks.*.attention.{norm}" for norm in norms), "colwise"
-        )
-        if sizes["tie_embeddings"]:
+        self.head = LlamaHead(shape.hidden, shape.vocab, shape.norm_eps)
+        self.tensor_plan = {
+            "embedding.token": "vocab",
+            "blocks.*.attention.qkv": "colwise",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.mlp.gate_up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "head.output": "vocab",
+            "loss": "vocab",
+        }
+        if shape.HEAD_NORMS:
+            names = ("query_norm", "key_norm")
+            self.tensor_plan |= {f"blocks.*.attention.{name}": "colwise" for name in names}
+        if shape.tie_embeddings:
             self.head.output.weight = self.embedding.token.weight
         fill(self)
 
@@ -269,58 +252,42 @@ class Llama(LanguageModel):
         """Choose how weights are converted for this model: see `hugging_face.llama_weights`."""
         return hugging_face.llama_weights(self.kind, self.sizes, about, whole=whole)
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor:
-        """Compute logits, or with targets the mean cross-entropy.
-
-        Args:
-            tokens: int64 of shape (B, T).
-            targets: int64 of shape (B, T), the token that follows each one. Those that are -100 do
-                not count.
-            positions: int64 of shape (B, T), the place of each token in its document, from 0. A
-                token attends to its own document only. By default a sample is one document.
-
-        Returns:
-            Logits of shape (B, T, V), or the loss in nats per token, a scalar of 32 bits or more. A
-            sample without a target that counts has a loss of 0.
-        """
-        mask, places = self.document_mask(positions), positions
-        if places is None:
-            places = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        table = self.rotary.table(places, next(self.parameters()).dtype)
+    def logits(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Compute logits (B, T, V). Arguments are as for the base."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        table = self.rotary.table(positions, next(self.parameters()).dtype)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, table, mask)
         logits: Tensor = self.head(x)
-        if targets is None:
-            return logits
-        return self.mean_loss(self.loss(logits.flatten(0, 1), targets.flatten()), targets)
+        return logits
 
 
-def lone_block(kind: str, sizes: Mapping[str, Any]) -> LlamaBlock:
-    """A block without dropout, outside of a model.
-
-    Args:
-        kind: `model.kind`.
-        sizes: the sizes of the model, by the names of its arguments.
-    """
-    return _block_of(kind, {**sizes, "dropout": 0.0}, _rotary_of(sizes), 0)
+def lone_block(shape: LlamaShape) -> LlamaBlock:
+    """A block without dropout, outside of a model."""
+    return _block_of(replace(shape, dropout=0.0), _rotary_of(shape), 0)
 
 
-def _rotary_of(sizes: Mapping[str, Any]) -> Rotary:
-    return Rotary(sizes["head_width"], sizes["rope_theta"], sizes["rope_factor"])
+def _rotary_of(shape: LlamaShape) -> Rotary:
+    return Rotary(shape.head_width, shape.rope_theta, shape.rope_factor)
 
 
-def _block_of(kind: str, sizes: Mapping[str, Any], rotary: Rotary, index: int) -> LlamaBlock:
-    hidden, kv_heads, eps = sizes["hidden"], sizes["kv_heads"], sizes["norm_eps"]
+def _block_of(shape: LlamaShape, rotary: Rotary, index: int) -> LlamaBlock:
     attention = GroupedAttention(
-        hidden,
-        sizes["heads"],
-        kv_heads,
+        shape.hidden,
+        shape.heads,
+        shape.kv_heads,
         rotary,
-        qkv_bias=kind == "qwen2",
-        norm_eps=eps if kind == "qwen3" else None,
+        qkv_bias=shape.QKV_BIAS,
+        norm_eps=shape.norm_eps if shape.HEAD_NORMS else None,
     )
-    mlp = SwiGlu(hidden, sizes["mlp_width"], math.gcd(sizes["mlp_width"], kv_heads))
-    return LlamaBlock(hidden, attention, mlp, norm_eps=eps, dropout=sizes["dropout"], index=index)
+    groups = math.gcd(shape.mlp_width, shape.kv_heads)
+    return LlamaBlock(
+        shape.hidden,
+        attention,
+        SwiGlu(shape.hidden, shape.mlp_width, groups),
+        norm_eps=shape.norm_eps,
+        dropout=shape.dropout,
+        index=index,
+    )

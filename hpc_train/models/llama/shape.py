@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hpc_train.models.language_shape import LanguageShape
@@ -15,12 +15,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape(LanguageShape):
-    """The arguments of `Llama`, and what a model with these sizes costs.
+    """The sizes of a `Llama`, and what a model with these sizes costs.
 
     What is shared, and what counts, is as for `GptShape`. The numbers are counted for our block.
+
+    Args:
+        layers: number of blocks.
+        hidden: channels C of the residual stream.
+        heads: attention heads H.
+        kv_heads: heads K of keys and values; they divide `heads`.
+        head_width: channels D of a head, an even number.
+        mlp_width: channels F inside each MLP.
+        vocab: vocabulary size V.
+        sequence: largest number of tokens T that it is trained on.
+        dropout: probability of dropping an element, after the embedding and in each residual
+            branch.
+        tie_embeddings: whether the output layer shares the token embedding's weights.
+        rope_theta: the base of the rotations (`rotary.Rotary`).
+        rope_factor: how much slower the slowest rotations are, as in Llama 3.1; 1 changes none.
+        norm_eps: what norms add to the mean square.
     """
 
     KIND: ClassVar[str] = "llama"
+    QKV_BIAS: ClassVar[bool] = False
+    HEAD_NORMS: ClassVar[bool] = False
     NORM: ClassVar[int] = 1
     NOTE: ClassVar[str] = """\
 numbers that a rank keeps per token of a micro-batch: in a block 4 x hidden
@@ -65,20 +83,20 @@ divides all of it"""
         """The module with its initial weights, drawn from torch's generator; loads torch."""
         from hpc_train.models.llama.module import Llama
 
-        return Llama(kind=self.KIND, **asdict(self))
+        return Llama(self)
 
     def build_unfilled(self, dtype: Any) -> Llama:
         """The module without values, which takes no memory yet; loads torch."""
         from hpc_train.models.initial import unfilled
         from hpc_train.models.llama.module import Llama
 
-        return unfilled(Llama, dtype, kind=self.KIND, **asdict(self))
+        return unfilled(Llama, dtype, shape=self)
 
     def block(self) -> LlamaBlock:
         """A block without dropout, to measure it; loads torch."""
         from hpc_train.models.llama.module import lone_block
 
-        return lone_block(self.KIND, asdict(self))
+        return lone_block(self)
 
     def low_rank(self, rank: float) -> float:
         """The size of a block's matrices factored at this rank, as a share of their full size."""
@@ -109,9 +127,9 @@ divides all of it"""
         """
         T, C, tp = self.sequence, self.hidden, division.tp
         rows, wide, mlp = self._qkv_rows, self.heads * self.head_width, self.mlp_width
-        normed = self._normed * (self.heads + self.kv_heads) * self.head_width
-        small = 2 * C + 2 * self.head_width * self._normed
-        biases = rows // tp * (self.KIND == "qwen2")
+        normed = self.HEAD_NORMS * (self.heads + self.kv_heads) * self.head_width
+        small = 2 * C + 2 * self.head_width * self.HEAD_NORMS
+        biases = rows // tp * self.QKV_BIAS
         return PartCost(
             parameters=int(self._matrices) // tp + biases + small,
             weights=self._matrices,
@@ -128,11 +146,6 @@ divides all of it"""
             gradients=T * (C / division.cut + 2 * mlp / tp),
         )
 
-    @property
-    def _normed(self) -> int:
-        """1 if queries and keys have norms, else 0."""
-        return int(self.KIND == "qwen3")
-
 
 class MistralShape(LlamaShape):
     """A Mistral computes what a Llama does."""
@@ -144,9 +157,11 @@ class Qwen2Shape(LlamaShape):
     """A Qwen2 is a Llama whose queries, keys and values have a bias."""
 
     KIND: ClassVar[str] = "qwen2"
+    QKV_BIAS: ClassVar[bool] = True
 
 
 class Qwen3Shape(LlamaShape):
     """A Qwen3 is a Llama that normalizes each head's queries and keys."""
 
     KIND: ClassVar[str] = "qwen3"
+    HEAD_NORMS: ClassVar[bool] = True
