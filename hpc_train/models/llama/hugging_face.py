@@ -74,6 +74,7 @@ ROPE = {
 }
 
 
+LONG = 131_072  # max_position_embeddings of Llama 3.1 to 3.3
 ALL_BEFORE = ("max_window_layers", 28)  # the number of layers in front of those with windows
 NO_WINDOW = "sliding_window is null"  # a key of ours beside those of a config.json
 
@@ -293,7 +294,7 @@ def llama_config(kind: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """
     scaling, most = None, sizes["sequence"]
     if sizes["rope_factor"] != 1:
-        most = max(most, int(sizes["rope_factor"] * ORIGINAL_LENGTH))
+        most = max(most, LONG)
         scaling = {"rope_type": "llama3", "factor": sizes["rope_factor"], **ROPE}
     rest: dict[str, Any] = {
         "num_key_value_heads": sizes["kv_heads"],
