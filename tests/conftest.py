@@ -198,9 +198,12 @@ def pytest_pyfunc_call(pyfuncitem):
 def stop_signals() -> Iterator[None]:
     """Put their handlers back: a job that stops ignores them, and programs would inherit that."""
     before = {number: signal.getsignal(number) for number in preemption.REQUEST_SIGNALS}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    left = signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert left == blocked, "the test leaves signals blocked, and programs would inherit that"
 
 
 @pytest.fixture(scope="session")

@@ -85,7 +85,16 @@ def run(arguments: Sequence[str]) -> int:
         return show_help(options())
     from hpc_train.launch.protocol import STOP_SIGNALS
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor handles them
+    # Signals wait until the supervisor handles them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return _launch(arguments, cut)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _launch(arguments: Sequence[str], cut: int) -> int:
+    """Launch what stands after `--`, at position `cut`."""
     try:
         given = options().parse_args(join_values(arguments[:cut], ["--image_options"]))
     except UserError as error:
