@@ -169,6 +169,10 @@ class RankError(HpcTrainError):
     """An unexpected exception on one rank; its traceback is in that rank's log."""
 
 
+OF_DATA = (DataError, RankError)
+"""Errors of the user's data and functions, which leave the state of training as it was."""
+
+
 class ReadNote(str):
     """A note on an error: what was being read, such as "sample 3 of step 2"."""
 

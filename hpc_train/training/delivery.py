@@ -64,6 +64,8 @@ class Delivery(LoopLife):
         self._optimizers = {id(optimizer)}  # ids of all whose steps count
         self._habits: set[frozenset[int]] = set()  # ids of those that have stepped in whole batches
         self._updates = Updates({})  # of the registered objects, after the steps of this process
+        self._begun = False  # whether `epochs` was called
+        self._told_of_early = False  # whether a step before that was told
         self._looked = False  # whether the registered objects were checked after the first step
         self.accumulate = 1
         """The number of micro-batches, and so of backward passes, in the step."""
@@ -236,6 +238,12 @@ class Delivery(LoopLife):
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
         """A hook after an optimizer's step."""
+        if not self._begun and not self._told_of_early:
+            self._told_of_early = True
+            logger.warning(
+                "the optimizer has stepped before loop.epochs was called: each rank reads all "
+                "samples, and no checkpoint has the step: iterate over loop.epochs(dataset, ...)"
+            )
         self._stepping.discard(id(optimizer))
         self._stepped.add(id(optimizer))
         self._taken = self._given

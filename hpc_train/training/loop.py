@@ -80,7 +80,7 @@ class Loop(Stepping):
         alike = replace(options, time_limit=None, prefetch=0, workers=0, counted=None)
         what = "what the loop was given (LoopOptions)"
         same(group, what, f"{alike!r} {options.counted is None}", "give all ranks the same")
-        self._begun = self._enough = False
+        self._enough = False
         self._records: LoopRecords | None = None
         self._compared_sizes: set[int] = set()  # of data sets of `evaluate`
         self._reading = threading.RLock()  # both data sets may be parts of one

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.errors import (
+    OF_DATA,
     CheckpointError,
     ClaimError,
     DivergenceError,
@@ -81,7 +82,7 @@ class LoopLife:
     ) -> None:
         self._raised |= not isinstance(error, SystemExit | None)
         if leave_together(self.group, error):
-            self._failed |= isinstance(error, HpcTrainError)
+            self._failed |= isinstance(error, HpcTrainError) and not isinstance(error, OF_DATA)
             self.close()
             return
         # The other ranks may not come here. All come where the next loop is made.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.loader import GivenUp, Loader, Step
-from hpc_train.errors import ConfigError, Stopped
+from hpc_train.errors import OF_DATA, ConfigError, HpcTrainError, Stopped
 from hpc_train.job.heartbeat import Heartbeat, Pace, restarts
 from hpc_train.job.preemption import StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.training.saving import Saving
+
+logger = logging.getLogger(__name__)
 
 
 def guarded_steps(
@@ -28,8 +32,9 @@ def guarded_steps(
 ) -> Iterator[Step]:
     """Yield the loader's steps. The caller computes each before it asks for the next. Collective.
 
-    If a rank cannot read a batch, all ranks raise the error. If a rank has a reason to stop, all
-    save the last finished step and raise `Stopped`; after `loop.stop()` they return instead.
+    If a rank cannot read a batch, all ranks save the last finished step and raise the error. If a
+    rank has a reason to stop, all save that step and raise `Stopped`; after `loop.stop()` they
+    return instead.
     Checkpoints are written when they are due and at the end.
 
     Args:
@@ -67,7 +72,8 @@ def guarded_steps(
         untried = saving.untried and done > loader.steps.start - 1
         # One agreement for everything, because in each one all ranks wait for the slowest.
         asks = profiler.is_asked()
-        reason = stop.agree(group, needed, failure, untried=untried, asks=asks)
+        with _saved_at_failure(saving, checkpoints, taken(done)):
+            reason = stop.agree(group, needed, failure, untried=untried, asks=asks)
         if stop.asked:
             profiler.take_request(done + 1)
         if stop.soon:
@@ -106,6 +112,22 @@ def guarded_steps(
             heartbeat.tell(step.number, 1.5 * pace.timeout)
         profiler.between(step.number)
         begin = time.monotonic()
+
+
+@contextmanager
+def _saved_at_failure(saving: Saving, checkpoints: Checkpoints, step: int) -> Iterator[None]:
+    """Save the last finished step if the data of the next one cannot be read. Collective."""
+    try:
+        yield
+    except Exception as error:
+        # All ranks are between two steps, so the state is whole.
+        alone = checkpoints.group.comm is None and not isinstance(error, HpcTrainError)
+        if alone or isinstance(error, OF_DATA):
+            try:
+                saving.last(checkpoints, step)
+            except HpcTrainError as unsaved:
+                logger.warning("step %d is not saved: %s", step, unsaved)
+        raise
 
 
 def _asked_to_stop(stop: StopRequests, needed_seconds: float) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hpc_train.config import GradientsSection
 from hpc_train.data import Mixture
-from hpc_train.errors import CheckpointMismatch, ConfigError, Stopped, UserError
+from hpc_train.errors import CheckpointMismatch, ConfigError, RankError, Stopped, UserError
 from hpc_train.launch.protocol import DEADLINE, PROGRESS, read_progress
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
@@ -132,6 +132,42 @@ def test_the_margin_before_the_jobs_end_can_be_chosen(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="end_margin is -1"):
         train(alone(), tmp_path, end_margin=-1)
     assert train(alone(), tmp_path)[0]
+
+
+class Damaged(torch.utils.data.Dataset):
+    """Samples that can be read up to the third batch."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        if index >= 3 * BATCH:
+            raise KeyError("damaged")
+        return data()[index]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("where", ["sample", "evaluation"])
+def test_an_error_in_data_or_evaluation_loses_no_finished_step(job, together, where):
+    model = torch.nn.Linear(5, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def failing(batch):
+        if job.world.rank == job.world.size - 1:
+            raise KeyError("damaged")
+        return torch.ones(len(batch[0]))
+
+    loop = Loop(job, together, model, optimizer, LoopOptions(every=1000))
+    dataset = Damaged() if where == "sample" else data()
+    with pytest.raises((RankError, KeyError), match="damaged"), loop:
+        for _, batches in loop.epochs(dataset, batch=BATCH, epochs=1, shuffle=False):
+            for inputs, targets in batches:
+                optimizer.zero_grad()
+                cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+                if where == "evaluation" and loop.step_number == 3:
+                    loop.evaluate(data(), failing)
+    assert [path.name for path in together.glob("*.safetensors")] == ["step-000000003.safetensors"]
 
 
 @pytest.mark.mpi

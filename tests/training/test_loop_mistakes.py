@@ -167,6 +167,16 @@ def test_unknown_options_are_refused(tmp_path, options, line):
         make(tmp_path, **options)
 
 
+def test_steps_without_epochs_are_told_once(tmp_path, caplog):
+    model, optimizer, loop = make(tmp_path)
+    for inputs, targets in DataLoader(data(), batch_size=BATCH):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    loop.close()
+    assert caplog.text.count("the optimizer has stepped before loop.epochs was called") == 1
+
+
 def test_a_second_optimizer_that_is_not_saved_is_told(tmp_path, caplog):
     for name in ("forgotten", "registered"):
         caplog.clear()
