@@ -111,8 +111,9 @@ def read_story(run: Path) -> Story:
     for before, after in pairwise(trained):
         before.followed = True
         reached_last(before, after.told.get("reached"), after.told.get("reached_time"))
-        if before.last is not None and after.after is not None:
-            before.lost = max(0, before.last - after.after)
+        # An earlier version told a failed start's last record, which may be before the checkpoint.
+        if before.last is not None and after.after is not None and before.last >= after.after:
+            before.lost = before.last - after.after
     return story
 
 

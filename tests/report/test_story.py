@@ -23,6 +23,12 @@ def test_a_killed_start_is_known_by_the_record_that_the_next_one_dropped(tmp_pat
     assert (third.lost, third.followed) == (None, False)
 
 
+def test_an_end_before_the_checkpoint_that_the_next_start_had_tells_no_lost_steps(tmp_path):
+    end = {"time": BEGIN + 50, "event": "end", "step": 100, "reason": "failed", "why": "no"}
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), end, start(60, 150)])
+    assert [one.lost for one in read_story(tmp_path).starts] == [None, None]
+
+
 def test_a_start_that_was_refused_does_not_end_the_one_before_it(tmp_path):
     refused = {"time": BEGIN + 70, "event": "end", "step": 40, "reason": "failed", "why": "no"}
     write_lines(tmp_path / "events.jsonl", [start(0, 0), refused | {"before_start": True}])
