@@ -38,6 +38,9 @@ class SpentCosts:
         mine, theirs = asdict(self), asdict(other)
         return SpentCosts(**{name: mine[name] + theirs[name] for name in mine})
 
+    def __sub__(self, other: SpentCosts) -> SpentCosts:
+        return self + SpentCosts(-other.node_hours, -other.joules, -other.metered_node_hours)
+
     def known(self) -> dict[str, float]:
         """The costs as parts of a record. Joules are missing if none were read."""
         found = asdict(self)

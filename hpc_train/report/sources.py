@@ -13,6 +13,7 @@ import numpy as np
 from hpc_train.launch.alive import job_runs
 from hpc_train.launch.queued import TASKS, read_tasks
 from hpc_train.launch.status import check_run
+from hpc_train.launch.supervise import START
 from hpc_train.monitoring.spent import costs_in
 from hpc_train.report.decimation import BUCKETS
 from hpc_train.report.metrics import Metrics
@@ -108,6 +109,8 @@ class RunSource:
         starts, last = self.story.starts, self.last("time")
         if starts and starts[-1].ended is not None and not self.runs:
             return starts[-1].cause or "ended"
+        if starts and starts[-1].after is None and time.time() - starts[-1].time < START:
+            return "starting"  # an attempt of the launcher, which it has begun and not ended
         ago = max(0.0, time.time() - last) if math.isfinite(last) else math.inf
         if self.runs is None and not starts and not self.metrics.decimation.records:
             return "no start is recorded"

@@ -279,6 +279,19 @@ def test_the_status_says_what_the_run_does(desk):
     os.utime(run / ".claim/000001", (1.0, 1.0))
     assert state({"event": "start", "time": 4.0}) == "no job runs, and no end is recorded"
 
+    def of_launcher(**record):
+        (run / "launch.jsonl").write_text(json.dumps(record))
+
+    failed = end | {"reason": "failed", "why": "no such file"}
+    of_launcher(event="end", time=3.5, seconds=3.4, code=1, cause="rank 1 ended with 1")
+    assert state(failed) == "failed: no such file", "the job's own words say more"
+    of_launcher(event="end", time=3.5, seconds=0.4, code=1, cause="host b died")
+    assert state(failed) == "failed: host b died", "an attempt after it has not trained"
+    of_launcher(event="start", time=time.time() - 500, restart=1)
+    assert state(failed) == "starting (attempt 2)"
+    of_launcher(event="start", time=time.time() - 700, restart=1)
+    assert state(failed) == "failed: no such file", "the launcher was killed"
+
 
 def test_the_status_of_a_loop_has_its_checkpoint(desk):
     (desk.folder / "runs/my/LATEST").write_text("step-000000002.safetensors\n")

@@ -133,6 +133,17 @@ def test_a_run_whose_job_is_heard_of_is_running(tmp_path):
     assert f" 0 unknown {NO_VALUE} {NO_VALUE} running" in text
 
 
+def test_a_run_whose_launcher_starts_it_again_is_starting(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(0, 0)])
+    lines = [
+        {"time": BEGIN + 9, "event": "end", "code": 1},
+        {"time": time.time(), "event": "start"},
+    ]
+    write_lines(tmp_path / "launch.jsonl", lines)
+    write_lines(tmp_path / "metrics.jsonl", [])
+    assert "state starting " in Page(report_of([tmp_path])).text
+
+
 def test_a_page_names_no_address_and_loads_nothing(run):
     html = report_of([run])
     page = Page(html)
