@@ -169,14 +169,13 @@ def read_sources(runs: Sequence[Path], known: dict[Path, RunSource]) -> list[Run
             found.append((path, path.name, words_as_options(words)))
     buckets = BUCKETS if len(found) <= FEW_RUNS else COARSE
     several = len(runs) > 1
-    names = [run.resolve().name for run, _, task in found if task is None]
+    names = [run.resolve().name for run in runs]
     sources = []
     for path, name, task in found:
-        if task is not None:
-            name = f"{path.resolve().parent.name}/{name}" if several else name
-        else:
-            name = path.resolve().name
-            name = str(path) if names.count(name) > 1 else name
+        run = path if task is None else path.parent
+        of_run = str(run) if names.count(run.resolve().name) > 1 else run.resolve().name
+        if task is None or several:
+            name = of_run if task is None else f"{of_run}/{name}"
         if path not in known:
             known[path] = RunSource(path, name, buckets, task)
         known[path].read()

@@ -93,6 +93,24 @@ def test_a_slow_rank_is_counted_over_its_steps(tmp_path):
     assert second.rank == "1"
 
 
+def test_a_rank_is_slow_now_if_it_was_named_since_the_newest_start(tmp_path):
+    slow = {"time": BEGIN, "event": "slow", "step": 9, "rank": 3, "host": "second", "seconds": 1.0}
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), slow, start(9, 9), slow | {"rank": 1}])
+    assert read_story(tmp_path).slow_now == {"1"}
+
+
+def test_starts_keep_their_order_if_a_clock_is_behind(tmp_path):
+    ended = {"time": BEGIN + 50, "event": "end", "step": 20, "reason": "failed", "why": "no"}
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), ended, start(-3600, 20)])
+    attempt = [{"time": BEGIN - 9000, "event": "start"}, {"time": BEGIN - 8000, "event": "end"}]
+    write_lines(tmp_path / "launch.jsonl", attempt)
+    assert [(one.after, one.lost) for one in read_story(tmp_path).starts] == [
+        (None, None),
+        (0, 0),
+        (20, None),
+    ]
+
+
 def test_the_newest_samples_are_kept(tmp_path):
     write_lines(tmp_path / "samples.jsonl", [{"step": n, "text": "x" * 9000} for n in range(50)])
     samples = read_samples(tmp_path)
