@@ -55,7 +55,7 @@ class RunReport:
     listeners: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     """Functions that are called with each record on rank 0."""
     last_step: int = 0
-    """The step of the last record, on rank 0."""
+    """The last finished step. Who takes the steps sets it after each one."""
     order: SampleOrder | None = None
     """The order of the samples; the last event says what each data set of a mixture has given."""
     ending: tuple[str, str] = ("finished", "")
@@ -65,7 +65,6 @@ class RunReport:
         """Write, show and pass on the record of a step."""
         if self.metrics is None:
             return
-        self.last_step = record["step"]
         record = record | self.always | {"time": round(time.time(), 3)}
         if self.claim.lost() is None:
             self.metrics.write(record)

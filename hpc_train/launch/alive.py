@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hpc_train.checkpoint.claim import FOLDER
 from hpc_train.checkpoint.owner import NOWHERE, Owner
 from hpc_train.files import lines_of
 from hpc_train.launch.recent import LAST_BYTES
+from hpc_train.launch.supervise import START
 
 SILENCE = 90.0  # seconds without a heartbeat after which a job has ended; it beats every 10 s
 
@@ -45,14 +48,38 @@ def state_in_words(run: Path) -> str:
         for event in lines_of(run / "events.jsonl")  # all of it: a "start" names all ranks
         if event.get("event") in ("start", "end")
     ]
-    if events and events[-1]["event"] == "end":
-        words = (str(events[-1].get(key) or "") for key in ("reason", "why"))
-        return ": ".join(word for word in words if word)
-    begun = events[-1].get("time") if events else None
+    last = events[-1] if events else {}
     attempts = list(lines_of(run / "launch.jsonl", LAST_BYTES))
-    for attempt in attempts[-1:]:  # says it of ranks that were killed
-        told, ended = str(attempt.get("cause") or ""), attempt.get("time")
-        later = isinstance(begun, int | float) and isinstance(ended, int | float) and ended >= begun
-        if attempt.get("event") == "end" and told and (begun is None or later):
-            return f"failed: {told}"
+    if attempts and (told := _told_of(attempts[-1], last)):
+        return told
+    if last.get("event") == "end":
+        words = (str(last.get(key) or "") for key in ("reason", "why"))
+        return ": ".join(word for word in words if word)
     return "no job runs, and no end is recorded" if events or runs is not None else ""
+
+
+def _told_of(attempt: dict[str, Any], last: dict[str, Any]) -> str:
+    """What the launcher's last line says that the job's last event does not know; "" if nothing.
+
+    Args:
+        attempt: the last line of launch.jsonl.
+        last: the last start or end of events.jsonl; empty if there is none.
+    """
+    at, since = _seconds(attempt), _seconds(last)
+    if attempt.get("event") == "start":
+        # Nobody ends this line if the launcher itself was killed, so it counts for a while only.
+        starts = since < at and time.time() - at < START
+        restart = attempt.get("restart")
+        number = f" (attempt {restart + 1})" if isinstance(restart, int) else ""
+        return f"starting{number}" if starts else ""
+    cause = str(attempt.get("cause") or "")
+    lasted = attempt.get("seconds")
+    # An end of the same attempt, if the job could write it, says more than the launcher knows.
+    if last.get("event") == "end" and isinstance(lasted, int | float):
+        at -= lasted
+    return f"failed: {cause}" if cause and at >= since else ""
+
+
+def _seconds(line: dict[str, Any]) -> float:
+    found = line.get("time")
+    return found if isinstance(found, int | float) else -math.inf

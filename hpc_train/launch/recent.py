@@ -14,6 +14,7 @@ import yaml
 
 from hpc_train.errors import plural
 from hpc_train.files import lines_of
+from hpc_train.monitoring.spent import in_three_digits
 from hpc_train.times import time_text
 
 LAST_BYTES = 1 << 17  # of metrics.jsonl, in which its last records lie
@@ -122,7 +123,7 @@ class RecentRecords:
         for key in ("tokens", "samples"):
             rate = self.typical(f"{key}_per_second")
             if math.isfinite(rate):
-                return f"speed: {time_text(seconds)} per step, {rate:,.0f} {key}/s"
+                return f"speed: {time_text(seconds)} per step, {in_three_digits(rate)} {key}/s"
         return f"speed: {time_text(seconds)} per step"
 
     def _left(self, state: str) -> str:
@@ -157,7 +158,7 @@ def _whole_numbers(events: Iterable[dict[str, Any]], key: str) -> Iterator[int]:
 def _short(value: float) -> str:
     if not math.isfinite(value):
         return "not finite"
-    return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -21,6 +21,7 @@ DEPTHS = ("*", "*/*", "*/*/*")  # where `status` looks for runs below the workin
 OUTPUTS = ("*.out", "*.OU", "*.o[0-9]*")
 FOLLOW_SECONDS = 0.5
 ASK_SECONDS = 30.0  # between two questions to the scheduler while following or watching
+SURE_SECONDS = 3.0  # after which it is asked again if no job was there, as one may come back
 
 
 def find_runs(below: Path) -> list[Path]:
@@ -98,7 +99,7 @@ def _progress(run: Path, curves: int) -> list[str]:
             if "loss" in record:
                 value = recent.values("loss")[-1]
                 loss = f", loss {value:.6g}" if math.isfinite(value) else ", loss not finite"
-            age = time_text(round(time.time() - (recent.written or 0.0)))
+            age = time_text(max(0, round(time.time() - (recent.written or 0.0))))
             lines.append(f"{before}step {record.get('step')}{loss}, recorded {age} ago")
             lines += [f"{before}{line}" for line in recent.lines(state)]
             lines += [f"{before}{line}" for line in recent.curves(curves)] if curves else []
@@ -193,19 +194,21 @@ def show_log(run: Path, rank: int | None, *, follow: bool) -> None:
         if follow:
             _wait_for_log(run, rank)
         path = log_of(run, rank)
-        position, asked = 0, -ASK_SECONDS
+        position, asked, quiet = 0, -ASK_SECONDS, 0 if follow else 2
         while True:
-            position = _print_from(path, position)
-            over = not follow
-            if follow and time.monotonic() - asked > ASK_SECONDS:
-                over, asked = _over(run), time.monotonic()
+            position = _print_from(path, position)  # after the answer: it takes seconds
             newer = log_of(run, rank)
             if newer != path:
                 _print_from(path, position)
                 path, position = newer, 0
-            elif over:
+                continue
+            if quiet == 2:  # answers in a row that no job is there
                 return
-            time.sleep(FOLLOW_SECONDS)
+            if time.monotonic() - asked > (SURE_SECONDS if quiet else ASK_SECONDS):
+                quiet = quiet + 1 if _over(run) else 0
+                asked = time.monotonic()
+            else:
+                time.sleep(FOLLOW_SECONDS)
 
 
 def _wait_for_log(run: Path, rank: int | None) -> None:
@@ -258,7 +261,8 @@ def log_of(run: Path, rank: int | None) -> Path:
         if rank is None and outputs:
             return max(outputs, key=lambda path: path.stat().st_mtime)
     if not path.exists():
-        logs = sorted(found.name for found in (run / "logs").glob("rank-*.log"))
+        found = (found.name for found in (run / "logs").glob("rank-*.log"))
+        logs = sorted(found, key=lambda name: (len(name), name))
         there = "no job of the run has begun yet"
         if logs:
             there = f"there are {logs[0]} to {logs[-1]}" if len(logs) > 1 else f"there is {logs[0]}"

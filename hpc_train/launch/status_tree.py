@@ -50,7 +50,7 @@ def status_tree(run: Path) -> dict[str, Any]:
         "jobs": jobs,
         "scheduler_error": error,
         **_progress(run),
-        "costs": asdict(spent_by(run)),
+        "costs": {name: value or None for name, value in asdict(spent_by(run)).items()},
         "last_end": ends[-1] if ends else None,
         "stop_file": (run / STOP).exists(),
         "tasks": [

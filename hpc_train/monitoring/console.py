@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from typing import Protocol
@@ -11,6 +12,8 @@ import rich.progress
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 TIME_AND_BAR = 8 + 10 + 3  # characters of the time left, of a short bar, and between columns
+
+MOST_FIXED = 1e9  # the least number that is written with an exponent
 
 logger = logging.getLogger(__name__)
 
@@ -21,21 +24,28 @@ def describe_record(record: Mapping[str, float]) -> str:
     hidden = set() if record.get("skipped_steps") else {"skipped_steps"}
     if "tokens_per_second" in record:
         hidden |= {"samples_per_second", "samples_per_joule"}
-    for key, text in (
-        ("loss", "loss {:.4f}"),
-        ("validation_loss", "validation {:.4f}"),
-        ("lr", "lr {:.2e}"),
-        ("grad_norm", "grad norm {:.3f}"),
-        ("skipped_steps", "{:.0f} skipped"),
-        ("tokens_per_second", "{:.0f} tokens/s"),
-        ("samples_per_second", "{:.1f} samples/s"),
-        ("mfu", "MFU {:.1%}"),
-        ("tokens_per_joule", "{:.3g} tokens/J"),
-        ("samples_per_joule", "{:.3g} samples/J"),
+    for key, text, form in (
+        ("loss", "loss {}", ".4f"),
+        ("validation_loss", "validation {}", ".4f"),
+        ("lr", "lr {}", ".2e"),
+        ("grad_norm", "grad norm {}", ".3f"),
+        ("skipped_steps", "{} skipped", ".0f"),
+        ("tokens_per_second", "{} tokens/s", ".0f"),
+        ("samples_per_second", "{} samples/s", ".1f"),
+        ("mfu", "MFU {}", ".1%"),
+        ("tokens_per_joule", "{} tokens/J", ".3g"),
+        ("samples_per_joule", "{} samples/J", ".3g"),
     ):
         if key in record and key not in hidden:
-            shown.append(text.format(record[key]))
+            shown.append(text.format(_written(record[key], form)))
     return "  ".join(shown)
+
+
+def _written(value: float, form: str) -> str:
+    """A number with fixed places, unless these show less than three digits of it, or very many."""
+    if form.endswith("f") and value and not 10.0 ** (2 - int(form[1])) <= abs(value) < MOST_FIXED:
+        form = ".3g"
+    return format(value, form)
 
 
 def describe_scores(scores: Mapping[str, float]) -> str:
@@ -87,6 +97,7 @@ class LiveProgress:
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
+            speed_estimate_period=math.inf,  # of the last 1000 records, however rare they are
         )
         self._others = 2 * len(str(last_step)) + 1 + TIME_AND_BAR
         self._task = self._bar.add_task("starting", total=last_step)

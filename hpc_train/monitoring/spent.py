@@ -38,6 +38,9 @@ class SpentCosts:
         mine, theirs = asdict(self), asdict(other)
         return SpentCosts(**{name: mine[name] + theirs[name] for name in mine})
 
+    def __sub__(self, other: SpentCosts) -> SpentCosts:
+        return self + SpentCosts(-other.node_hours, -other.joules, -other.metered_node_hours)
+
     def known(self) -> dict[str, float]:
         """The costs as parts of a record. Joules are missing if none were read."""
         found = asdict(self)
@@ -50,7 +53,7 @@ class SpentCosts:
 
     def describe(self) -> str:
         """The costs in words."""
-        hours = f"{_in_three_digits(self.node_hours)} node-hours"
+        hours = f"{in_three_digits(self.node_hours)} node-hours"
         if not self.joules:
             return f"{hours} so far; no energy was read"
         text = f"{hours} and {describe_joules(self.joules)} so far"
@@ -72,11 +75,12 @@ def prefixed(value: float, unit: str) -> str:
     """A number in three digits with a prefix of its unit, as in "3.1 MJ"."""
     value = float(f"{value:.3g}")  # before the prefix is chosen, else 999.9 kJ were 1000 kJ
     prefix, size = next((one for one in _PREFIXES if abs(value) >= one[1]), ("", 1.0))
-    return f"{_in_three_digits(value / size)} {prefix}{unit}".rstrip()
+    return f"{in_three_digits(value / size)} {prefix}{unit}".rstrip()
 
 
-def _in_three_digits(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+def in_three_digits(value: float) -> str:
+    """A number in three digits; one of up to nine digits with all of those before its point."""
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def costs_in(directory: Path) -> SpentCosts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from hpc_train.monitoring.records import TRAINER_KEYS
 from hpc_train.report.decimation import BUCKETS, Decimation, Floats
 
 CHUNK = 1 << 22  # bytes that are read at once
+TAIL = 1 << 12  # last bytes that were read, by which the file is known again
 AMOUNTS = {"samples": "samples_per_second", "tokens": "tokens_per_second"}
 """Amounts of data since the first step, and the keys that they are computed from."""
 RATES = (*AMOUNTS.values(), "tflops", "mfu")  # amounts per second, whose means are over time
@@ -88,8 +88,8 @@ class Metrics:
         self._free = {True: MOST_KEYS, False: MOST_KEYS}  # places of scores, and of other keys
         self.damaged = 0
         self.not_finite: dict[str, tuple[int, float, float]] = {}
-        self._file = (0, 0)  # device and inode of the file that was read up to `_position`
         self._position = 0
+        self._tail = b""  # the bytes before `_position`
         self._step = 0.0
         self._amounts = dict.fromkeys(AMOUNTS, (0.0, np.nan))  # so far, and per step
 
@@ -107,10 +107,10 @@ class Metrics:
         self._starts = np.array([0, *starts], np.float64)
         try:
             with self.path.open("rb") as file:
-                status = file.seek(0, 2), _identity(file.fileno())
-                if status[1] != self._file or status[0] < self._position:
+                file.seek(self._position - len(self._tail))
+                # A new file may have the inode of the old one, and records tell their times.
+                if file.read(len(self._tail)) != self._tail:
                     self._forget()
-                    self._file = status[1]
                 file.seek(self._position)
                 self._read(file)
         except FileNotFoundError:
@@ -128,6 +128,7 @@ class Metrics:
             if newline:
                 text = b"".join([*rest, whole])
                 self._position += len(text) + 1
+                self._tail = (self._tail + text + b"\n")[-TAIL:]
                 self._parse(text)
                 rest = []
             rest.append(left)
@@ -205,11 +206,6 @@ class Metrics:
         amounts = so_far + np.cumsum(np.nan_to_num(done * np.round(per_step)))
         self._amounts[amount] = (float(amounts[-1]), float(per_step[-1]))
         return np.asarray(amounts, np.float64)
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
 
 
 def _column(records: list[dict[str, Any]], key: str) -> Floats:

@@ -353,7 +353,7 @@ function drawParallel() {
 
 function draw() {
   find("tooltip").hidden = true;
-  document.querySelectorAll("figure.plot").forEach((figure) => drawPlot(figure, data.plots.find((plot) => plot.key === figure.dataset.key)));
+  document.querySelectorAll("figure.plot").forEach((figure) => drawPlot(figure, data.plots[figure.dataset.plot]));
   document.querySelectorAll("figure.phases").forEach(drawPhases);
   if (data.parallel && find("parallel")) drawParallel();
 }

@@ -13,6 +13,7 @@ import numpy as np
 from hpc_train.launch.alive import job_runs
 from hpc_train.launch.queued import TASKS, read_tasks
 from hpc_train.launch.status import check_run
+from hpc_train.launch.supervise import START
 from hpc_train.monitoring.spent import costs_in
 from hpc_train.report.decimation import BUCKETS
 from hpc_train.report.metrics import Metrics
@@ -108,6 +109,8 @@ class RunSource:
         starts, last = self.story.starts, self.last("time")
         if starts and starts[-1].ended is not None and not self.runs:
             return starts[-1].cause or "ended"
+        if starts and starts[-1].after is None and time.time() - starts[-1].time < START:
+            return "starting"  # an attempt of the launcher, which it has begun and not ended
         ago = max(0.0, time.time() - last) if math.isfinite(last) else math.inf
         if self.runs is None and not starts and not self.metrics.decimation.records:
             return "no start is recorded"
@@ -166,14 +169,13 @@ def read_sources(runs: Sequence[Path], known: dict[Path, RunSource]) -> list[Run
             found.append((path, path.name, words_as_options(words)))
     buckets = BUCKETS if len(found) <= FEW_RUNS else COARSE
     several = len(runs) > 1
-    names = [run.resolve().name for run, _, task in found if task is None]
+    names = [run.resolve().name for run in runs]
     sources = []
     for path, name, task in found:
-        if task is not None:
-            name = f"{path.resolve().parent.name}/{name}" if several else name
-        else:
-            name = path.resolve().name
-            name = str(path) if names.count(name) > 1 else name
+        run = path if task is None else path.parent
+        of_run = str(run) if names.count(run.resolve().name) > 1 else run.resolve().name
+        if task is None or several:
+            name = of_run if task is None else f"{of_run}/{name}"
         if path not in known:
             known[path] = RunSource(path, name, buckets, task)
         known[path].read()

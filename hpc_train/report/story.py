@@ -69,12 +69,14 @@ class Story:
     Args:
         starts: in their order.
         slow: the ranks that were named slow, those with the greatest loss first.
+        slow_now: those that were named slow since the newest start, whose layout is shown.
         communication: the operations of the newest event "communication".
         profiles: the events "profile".
     """
 
     starts: list[Start] = field(default_factory=list)
     slow: list[NamedSlow] = field(default_factory=list)
+    slow_now: set[str] = field(default_factory=set)
     communication: list[dict[str, Any]] = field(default_factory=list)
     profiles: list[dict[str, Any]] = field(default_factory=list)
 
@@ -90,6 +92,7 @@ def read_story(run: Path) -> Story:
     for event in lines_of(run / "events.jsonl"):
         match event.get("event"):
             case "start" if len(story.starts) < MOST_STARTS:
+                story.slow_now.clear()
                 story.starts.append(Start(_time(event), _whole(event.get("after")), event))
             case "end" if event.get("before_start") and len(story.starts) < MOST_STARTS:
                 story.starts.append(Start(_time(event)))
@@ -98,6 +101,7 @@ def read_story(run: Path) -> Story:
                 _end(story.starts[-1], event)
             case "slow":
                 _count_slow(groups, event)
+                story.slow_now.add(str(event.get("rank", "")))
             case "communication":
                 found = event.get("operations")
                 rows = found if isinstance(found, list) else []
@@ -111,8 +115,9 @@ def read_story(run: Path) -> Story:
     for before, after in pairwise(trained):
         before.followed = True
         reached_last(before, after.told.get("reached"), after.told.get("reached_time"))
-        if before.last is not None and after.after is not None:
-            before.lost = max(0, before.last - after.after)
+        # An earlier version told a failed start's last record, which may be before the checkpoint.
+        if before.last is not None and after.after is not None and before.last >= after.after:
+            before.lost = before.last - after.after
     return story
 
 
@@ -182,7 +187,9 @@ def _add_attempts(story: Story, records: Sequence[dict[str, Any]]) -> None:
         inside = [start for start in story.starts if begin <= start.time < end]
         if not inside:
             inside = [Start(begin)]
-            story.starts.append(inside[0])
+            # The order of the events stays: the clock of a later start's host may be behind.
+            later = (place for place, start in enumerate(story.starts) if start.time > begin)
+            story.starts.insert(next(later, len(story.starts)), inside[0])
         start = inside[-1]
         if record and start.ended is None:
             start.ended = end
@@ -191,7 +198,6 @@ def _add_attempts(story: Story, records: Sequence[dict[str, Any]]) -> None:
             code = _whole(record.get("code"))
             start.failed = bool(record.get("cause"))
             start.cause = str(record.get("cause") or f"exit code {code}")
-    story.starts.sort(key=lambda start: start.time)
 
 
 def _add_jobs(story: Story, records: Sequence[dict[str, Any]]) -> None:

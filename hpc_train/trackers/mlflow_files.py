@@ -28,6 +28,8 @@ STATES = {"finished": FINISHED, "failed": FAILED, "stopped": SCHEDULED}
 JOB = 4  # MLflow's number of this kind of source
 LONGEST_PARAMETER = 6000  # characters that MLflow takes
 _META = "meta.yaml"  # says what a folder of the store is
+OWN_STORE = "mlruns"  # in the folder of a run
+TRASH = ".trash"  # in a store: the folder of deleted experiments
 MARK = "hpc_train.mark"  # the tag that keeps the mark
 
 
@@ -35,7 +37,7 @@ def local_store(run: TrackedRun) -> Path | None:
     """The folder of the store; None if MLFLOW_TRACKING_URI names one that is no folder."""
     uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
-        return run.folder / "mlruns"
+        return run.folder / OWN_STORE
     parts = urlsplit(uri)
     if parts.scheme == "file":
         return Path(unquote(parts.path))
@@ -71,8 +73,8 @@ class MLflowFiles:
         self.run = run
         self.store = store.resolve()
         self.experiment_id = _id_of(experiment(), self.store)
-        self.run_id = uuid.uuid5(uuid.NAMESPACE_URL, run.path.resolve().as_uri()).hex
-        self.directory = self.store / self.experiment_id / self.run_id
+        self.directory = _directory_of(run, self.store, self.store / self.experiment_id)
+        self.run_id = self.directory.name
         self._lines: dict[str, list[str]] = {}
         self._began = int(time.time() * 1000)
 
@@ -155,13 +157,29 @@ class MLflowFiles:
             self._write_meta(STATES.get(state, RUNNING), ended)
 
 
+def _directory_of(run: TrackedRun, store: Path, of_experiment: Path) -> Path:
+    """The run's folder. Its name is made of the run directory's path.
+
+    A run directory's own store may have moved with it; then the run is the one that is there.
+    """
+    made = of_experiment / uuid.uuid5(uuid.NAMESPACE_URL, run.path.resolve().as_uri()).hex
+    own = store == (run.folder / OWN_STORE).resolve()
+    if own and not made.exists():
+        marks = sorted(of_experiment.glob(f"*/tags/{MARK}"), key=lambda mark: mark.stat().st_mtime)
+        return marks[-1].parent.parent if marks else made
+    return made
+
+
 def _id_of(name: str, store: Path) -> str:
     """The id of an experiment: that which the store has, or else the same for each writer.
 
     So no two writers make it twice.
     """
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
-    own = str(int.from_bytes(digest) + 10**17)  # 18 digits, as MLflow makes them
+    number = int.from_bytes(digest) + 10**17  # 18 digits, as MLflow makes them
+    while (store / TRASH / str(number)).exists():  # deleted in MLflow: it may be restored
+        number += 1
+    own = str(number)
     if (store / own / _META).exists():
         return own
     there = (path.parent.name for path in sorted(store.glob(f"*/{_META}")) if _is_of(path, name))

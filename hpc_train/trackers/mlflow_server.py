@@ -44,8 +44,10 @@ class MLflowServer:
 
     def read_mark(self) -> dict[str, Any]:
         """The mark that was written last; an empty one if the run is not there."""
-        path = str(self.run.path.resolve()).replace("'", "\\'")
-        found = self.client.search_runs([self.experiment_id], f"tags.`{RUN_TAG}` = '{path}'")
+        path = str(self.run.path.resolve())
+        quote = '"' if "'" in path else "'"  # a quote within quotes cannot be written in a filter
+        filter_ = f"tags.`{RUN_TAG}` = {quote}{path}{quote}"
+        found = self.client.search_runs([self.experiment_id], filter_)
         if not found:
             return {}
         self.run_id = found[0].info.run_id

@@ -50,7 +50,7 @@ class RunCosts(ExtraState):
         self._counting = False
         self._checkpoint = self._files = SpentCosts()
         self._since = 0.0
-        self._told = 0.0  # joules up to the last record
+        self._told = SpentCosts()  # up to the last record
 
     @contextmanager
     def counting(self, directory: Path, found: FoundEnergy | None = None) -> Iterator[None]:
@@ -121,11 +121,13 @@ class RunCosts(ExtraState):
     def at_start(self) -> dict[str, Any]:
         """What the event "start" says about costs. Collective."""
         self.unify()
-        self._told = self.total.joules
+        self._told = self.total
         return {"energy": self.reader, **self.total.known()}
 
     def of_record(self, samples: int, tokens_per_sample: float = 0) -> dict[str, float]:
         """The costs as parts of a record, and the work by the energy of it. Collective.
+
+        Where the energy was not read it is taken to be as where it was.
 
         Args:
             samples: number of samples since the last record.
@@ -133,11 +135,11 @@ class RunCosts(ExtraState):
         """
         self.unify()
         found = self.total.known()
-        joules, self._told = self.total.joules - self._told, self.total.joules
-        if joules > 0:
-            found["samples_per_joule"] = samples / joules
+        spent, self._told = self.total - self._told, self.total
+        if spent.joules > 0 and (share := min(1.0, spent.metered_share)) > 0:
+            found["samples_per_joule"] = samples * share / spent.joules
             if tokens_per_sample:
-                found["tokens_per_joule"] = samples * tokens_per_sample / joules
+                found["tokens_per_joule"] = found["samples_per_joule"] * tokens_per_sample
         return found
 
     def _own_seconds(self) -> float:

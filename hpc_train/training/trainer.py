@@ -186,7 +186,8 @@ class Trainer:
                         loader, self.checkpoints, stop, saving, pace, profiler
                     ):
                         self._train_step(step, report.record)
-                        after, stop.enough = step.number, self.patience.over
+                        after = report.last_step = step.number
+                        stop.enough = self.patience.over
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
                 if isinstance(order := self.plan.order, MixedOrder) and order.drawn(after):

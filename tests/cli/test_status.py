@@ -16,6 +16,7 @@ import pytest
 
 from hpc_train.checkpoint.claim import take_claim
 from hpc_train.checkpoint.owner import NOWHERE, Owner, ProcessPlace
+from hpc_train.launch import status
 from tests.cli.desk import QSTAT, Desk
 from tests.programs import ENVIRON, hear_ctrl_c, hpc_train, only_line, run
 from tests.waiting import PATIENCE
@@ -47,9 +48,10 @@ def test_the_status_of_a_run(desk):
         assert lines[:2] == ["runs/my", "    job 1 RUNNING 3:07 node[1-2]"]
         assert lines[2].startswith("    step 2, loss 3.25, recorded ")
         assert lines[3:] == ["    newest checkpoint: step-000000002.safetensors"]
-    (run / "metrics.jsonl").write_text('{"step": 2, "loss": 3.25}\n{"step": 3, "loss": null}\n')
+    ahead = {"step": 3, "loss": None, "time": time.time() + 99}  # by the clock of its host
+    (run / "metrics.jsonl").write_text(json.dumps(ahead))
     told = desk.run("status", "runs/my").stdout
-    assert "    step 3, loss not finite, recorded " in told
+    assert "    step 3, loss not finite, recorded 0 s ago" in told
     (run / "checkpoints/LATEST").write_bytes(b"\xff\0")
     last = desk.run("status", "runs/my").stdout.splitlines()[-1]
     assert last == "    runs/my/checkpoints/LATEST names no checkpoint that is there"
@@ -74,7 +76,8 @@ def test_the_status_for_programs(desk):
     ]
     assert (told["step"], told["loss"], told["step_seconds"]) == (2, None, 0.5)
     assert told["checkpoint"] == "runs/my/checkpoints/step-000000002.safetensors"
-    assert (told["costs"]["node_hours"], told["last_end"], told["stop_file"]) == (2.0, None, False)
+    assert told["costs"] == {"node_hours": 2.0, "joules": None, "metered_node_hours": None}
+    assert (told["last_end"], told["stop_file"]) == (None, False)
     tasks = [(task["task"], task["options"], task["step"]) for task in told["tasks"]]
     assert tasks == [("task-0", ["optimizer.lr=1"], None), ("task-1", ["optimizer.lr=2"], 7)]
     desk.command("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
@@ -166,6 +169,10 @@ def test_logs_are_the_newest_output_or_those_of_a_rank(desk):
     assert desk.run("logs", "runs/my", "--rank", "1").stdout == "rank 1\n"
     done = desk.run("logs", "runs/my", "--rank", "2")
     assert "there are rank-000.log to rank-001.log" in only_line(done.stderr)
+    for rank in (999, 1000):
+        (run / f"logs/rank-{rank}.log").touch()
+    done = desk.run("logs", "runs/my", "--rank", "2")
+    assert "there are rank-000.log to rank-1000.log" in only_line(done.stderr)
 
 
 def test_logs_are_followed_from_before_their_first_line(desk):
@@ -199,11 +206,30 @@ def test_followed_logs_of_a_run_that_has_ended_end_without_a_scheduler(tmp_path)
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
+def test_followed_logs_lose_no_line_and_end_after_two_answers(tmp_path, monkeypatch, capfdbinary):
+    log = tmp_path / "logs/rank-000.log"
+    log.parent.mkdir()
+    log.write_text("")
+    answers = iter([True, False, True, True])
+
+    def asked(run):
+        with log.open("a") as file:
+            file.write("more\n")  # while the scheduler takes its time
+        return next(answers)
+
+    monkeypatch.setattr(status, "_over", asked)
+    for name in ("FOLLOW_SECONDS", "ASK_SECONDS", "SURE_SECONDS"):
+        monkeypatch.setattr(status, name, 0.01)
+    status.show_log(tmp_path, 0, follow=True)
+    assert capfdbinary.readouterr().out == b"more\n" * 4
+
+
 def test_followed_logs_go_on_with_the_next_job_and_end_with_the_last(desk):
     run = desk.folder / "runs/my"
     (run / "my-1.out").write_text("first\n")
     program = (
-        "import sys; from hpc_train.launch import status; status.ASK_SECONDS = 0.1\n"
+        "import sys; from hpc_train.launch import status\n"
+        "status.ASK_SECONDS = status.SURE_SECONDS = 0.1\n"
         "from hpc_train.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     words = [hpc_train()[0], "-c", program, "logs", "--follow", "runs/my"]
@@ -278,6 +304,19 @@ def test_the_status_says_what_the_run_does(desk):
     claim(run)
     os.utime(run / ".claim/000001", (1.0, 1.0))
     assert state({"event": "start", "time": 4.0}) == "no job runs, and no end is recorded"
+
+    def of_launcher(**record):
+        (run / "launch.jsonl").write_text(json.dumps(record))
+
+    failed = end | {"reason": "failed", "why": "no such file"}
+    of_launcher(event="end", time=3.5, seconds=3.4, code=1, cause="rank 1 ended with 1")
+    assert state(failed) == "failed: no such file", "the job's own words say more"
+    of_launcher(event="end", time=3.5, seconds=0.4, code=1, cause="host b died")
+    assert state(failed) == "failed: host b died", "an attempt after it has not trained"
+    of_launcher(event="start", time=time.time() - 500, restart=1)
+    assert state(failed) == "starting (attempt 2)"
+    of_launcher(event="start", time=time.time() - 700, restart=1)
+    assert state(failed) == "failed: no such file", "the launcher was killed"
 
 
 def test_the_status_of_a_loop_has_its_checkpoint(desk):

@@ -39,6 +39,13 @@ def test_speed_work_left_and_waiting(tmp_path):
     assert recent(tmp_path, [record(1000)]).lines()[1] == "all of its 1000 steps are done"
 
 
+def test_rates_below_one_and_huge_losses_are_short(tmp_path):
+    slow = {"step_seconds": 30.0, "samples_per_second": 0.27}
+    found = recent(tmp_path, [{"step": step, "loss": 1e308} | slow for step in (1, 2, 3)])
+    assert found.lines()[0] == "speed: 30 s per step, 0.27 samples/s"
+    assert found.curves(40)[0].endswith(" 1e+308 (1e+308 to 1e+308)")
+
+
 def test_a_record_says_itself_when_it_was_made(tmp_path):
     assert recent(tmp_path, [record(1, time=1e9)], '{"step": 2, "lo').written == 1e9
     assert recent(tmp_path, [record(1)]).written > 1e9, "the time of the file"

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import io
 import os
 import pty
 import subprocess
 
 import pytest
 
-from hpc_train.monitoring.console import describe_record, shorter_line
+from hpc_train.monitoring.console import LiveProgress, describe_record, shorter_line
 from tests.programs import ENVIRON
 
 
@@ -32,6 +33,24 @@ def on_a_terminal(command):
 def test_a_line_says_what_the_record_has():
     record = {"step": 7, "loss": 1.25, "lr": 0.001, "samples_per_second": 12.34}
     assert describe_record(record) == "step 7  loss 1.2500  lr 1.00e-03  12.3 samples/s"
+
+
+def test_small_and_huge_numbers_have_three_digits():
+    record = {"step": 7, "loss": 1.234e-5, "grad_norm": 1e300, "samples_per_second": 0.0273}
+    assert describe_record(record) == "step 7  loss 1.23e-05  grad norm 1e+300  0.0273 samples/s"
+
+
+def test_a_bar_knows_the_time_left_however_rare_the_records_are(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    bar = LiveProgress(100)
+    now = 0.0
+    bar._bar.get_time = lambda: now
+    for step in (40, 50, 60):
+        bar.show({"step": step})
+        now += 200.0
+    bar.close()
+    (task,) = bar._bar.tasks
+    assert task.time_remaining == pytest.approx(40 * 20)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,16 @@ def test_a_resume_that_drops_steps_is_read_afresh(tmp_path):
     assert not found.decimation.curves
 
 
+def test_a_longer_file_that_has_the_inode_of_the_one_before_is_read_afresh(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [record(step) for step in range(1, 41)])
+    found = read(path)
+    write_lines(path, [record(step, time=float(step)) for step in range(1, 61)])  # in its place
+    found.update()
+    assert (found.decimation.records, found.damaged) == (60, 0)
+    assert found.decimation.curves["time"].low[:60].tolist() == list(range(1, 61))
+
+
 @pytest.mark.parametrize(
     "line",
     [

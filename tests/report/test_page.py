@@ -133,6 +133,17 @@ def test_a_run_whose_job_is_heard_of_is_running(tmp_path):
     assert f" 0 unknown {NO_VALUE} {NO_VALUE} running" in text
 
 
+def test_a_run_whose_launcher_starts_it_again_is_starting(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(0, 0)])
+    lines = [
+        {"time": BEGIN + 9, "event": "end", "code": 1},
+        {"time": time.time(), "event": "start"},
+    ]
+    write_lines(tmp_path / "launch.jsonl", lines)
+    write_lines(tmp_path / "metrics.jsonl", [])
+    assert "state starting " in Page(report_of([tmp_path])).text
+
+
 def test_a_page_names_no_address_and_loads_nothing(run):
     html = report_of([run])
     page = Page(html)
@@ -270,6 +281,24 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
     page = Page(report_of([tmp_path / "a/run", tmp_path / "b/run"]))
     names = [one["name"] for one in page.data["runs"]]
     assert names == [str(tmp_path / "a/run"), str(tmp_path / "b/run")]
+
+
+def test_tasks_of_sweeps_of_the_same_name_are_told_apart(tmp_path):
+    sweeps = [tmp_path / name / "sweep" for name in "ab"]
+    for sweep in sweeps:
+        write_lines(sweep / "task-0/metrics.jsonl", [record(1)])
+        (sweep / "tasks.json").write_text("{}")
+    runs = Page(report_of(sweeps)).data["runs"]
+    assert [run["name"] for run in runs] == [f"{sweep}/task-0" for sweep in sweeps]
+
+
+def test_each_plot_has_its_place_in_the_data_because_a_name_may_change_in_a_browser(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [record(1, **{"a\r\nb": 3.0, "c": 4.0})])
+    page = Page(report_of([tmp_path]))
+    found = [one for tag, one in page.elements if tag == "figure" and one.get("class") == "plot"]
+    assert len(found) == len(page.data["plots"])
+    for one in found:
+        assert page.data["plots"][int(one["data-plot"])]["key"] == one["data-key"]
 
 
 def test_a_sweep_is_compared_by_its_options_the_best_first(tmp_path):

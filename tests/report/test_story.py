@@ -23,6 +23,12 @@ def test_a_killed_start_is_known_by_the_record_that_the_next_one_dropped(tmp_pat
     assert (third.lost, third.followed) == (None, False)
 
 
+def test_an_end_before_the_checkpoint_that_the_next_start_had_tells_no_lost_steps(tmp_path):
+    end = {"time": BEGIN + 50, "event": "end", "step": 100, "reason": "failed", "why": "no"}
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), end, start(60, 150)])
+    assert [one.lost for one in read_story(tmp_path).starts] == [None, None]
+
+
 def test_a_start_that_was_refused_does_not_end_the_one_before_it(tmp_path):
     refused = {"time": BEGIN + 70, "event": "end", "step": 40, "reason": "failed", "why": "no"}
     write_lines(tmp_path / "events.jsonl", [start(0, 0), refused | {"before_start": True}])
@@ -85,6 +91,24 @@ def test_a_slow_rank_is_counted_over_its_steps(tmp_path):
     assert (first.rank, first.times, first.first, first.last, first.worst) == ("3", 2, 1, 2, 0.4)
     assert first.why == "at 2"
     assert second.rank == "1"
+
+
+def test_a_rank_is_slow_now_if_it_was_named_since_the_newest_start(tmp_path):
+    slow = {"time": BEGIN, "event": "slow", "step": 9, "rank": 3, "host": "second", "seconds": 1.0}
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), slow, start(9, 9), slow | {"rank": 1}])
+    assert read_story(tmp_path).slow_now == {"1"}
+
+
+def test_starts_keep_their_order_if_a_clock_is_behind(tmp_path):
+    ended = {"time": BEGIN + 50, "event": "end", "step": 20, "reason": "failed", "why": "no"}
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), ended, start(-3600, 20)])
+    attempt = [{"time": BEGIN - 9000, "event": "start"}, {"time": BEGIN - 8000, "event": "end"}]
+    write_lines(tmp_path / "launch.jsonl", attempt)
+    assert [(one.after, one.lost) for one in read_story(tmp_path).starts] == [
+        (None, None),
+        (0, 0),
+        (20, None),
+    ]
 
 
 def test_the_newest_samples_are_kept(tmp_path):

@@ -53,6 +53,32 @@ def test_an_experiment_of_the_name_that_is_in_the_store_gets_the_run(tmp_path, m
     assert made.parent.parent.name == "3"
 
 
+def test_a_run_that_was_moved_with_its_store_stays_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = MadeRun(tmp_path / "run")
+    for folder, last in (("run", 2), ("moved", 4)):
+        run.path.rename(tmp_path / folder)
+        run.path = tmp_path / folder
+        run.job(last - 2, last)
+        export_run(TrackedRun(run.path, run.path), "mlflow")
+    (losses_,) = run.path.glob("mlruns/*/*/metrics/train/loss")
+    assert len(losses_.read_text().splitlines()) == 4
+
+
+def test_an_experiment_that_was_deleted_is_not_made_again_under_its_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "store"))
+    run, store = MadeRun(tmp_path / "run"), tmp_path / "store"
+    run.job(0, 2)
+    export_run(TrackedRun(run.path, run.path), "mlflow")
+    (first,) = store.glob("[0-9]*")
+    (store / ".trash").mkdir()
+    first.rename(store / ".trash" / first.name)  # as MLflow does it
+    for _ in range(2):
+        export_run(TrackedRun(run.path, run.path), "mlflow")
+    (second,) = store.glob("[0-9]*")
+    assert second.name != first.name
+
+
 def test_a_configuration_is_read_as_utf_8_in_any_locale(tmp_path, monkeypatch):
     monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "latin-1")
     run = MadeRun(tmp_path / "run")
@@ -83,7 +109,7 @@ for after, last in ((0, 9), (9, 11), (5, 7)):
 
 def test_an_export_through_the_client_replaces_steps_that_were_computed_again(tmp_path):
     pytest.importorskip("mlflow", reason="the package mlflow-skinny is not installed")
-    path = tmp_path / "run"
+    path = tmp_path / "it's a run"
     environ = os.environ | {"MLFLOW_TRACKING_URI": (tmp_path / "store").as_uri()}
     environ |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
     words = [sys.executable, "-W", "ignore", "-c", EXPORTS_BY_CLIENT, str(path)]

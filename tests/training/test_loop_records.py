@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -100,6 +101,7 @@ def test_a_resumed_loop_counts_its_costs_on(job, together, monkeypatch):
     monkeypatch.setattr(costs, "find_energy", lambda: FoundEnergy([rising("rapl", "p", 5)]))
     for last in (3, None):
         for loop, loss in steps(job, together, last=last, every=2):
+            time.sleep(0.1)  # costs are in whole milliseconds
             loop.record(loss=loss)
     job.world.barrier()
     told = [lines(together / name) for name in ("events.jsonl", "metrics.jsonl")]
@@ -110,9 +112,9 @@ def test_a_resumed_loop_counts_its_costs_on(job, together, monkeypatch):
         assert end[key] < again[key] < finished[key]
     assert (start["energy"], records[0]["joules"], records[0]["samples_per_joule"]) == (
         *("rapl", 10),
-        pytest.approx(2 * BATCH / 5),
+        pytest.approx(2 * BATCH / 5, rel=0.3),
     )
-    assert records[1]["samples_per_joule"] == pytest.approx(BATCH / 5)  # since step 3
+    assert records[1]["samples_per_joule"] == pytest.approx(BATCH / 5, rel=0.3)  # since step 3
 
 
 @pytest.mark.mpi

@@ -341,6 +341,22 @@ def test_a_start_says_which_record_it_has_dropped(tmp_path):
     assert (second["after"], second["reached"], second["reached_time"]) == (6, 7, 5.5)
 
 
+def test_a_failure_tells_the_last_finished_step_also_if_that_was_not_logged(tmp_path):
+    trainer = make(config(tmp_path, "--run.log_every", "100"), alone())
+    original = trainer._train_step
+
+    def failing(step, report):
+        if step.number == 6:
+            raise ValueError("no sixth step")
+        original(step, report)
+
+    trainer._train_step = failing
+    with pytest.raises(ValueError, match="no sixth step"):
+        trainer.train()
+    end = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["step"], end["reason"]) == ("end", 5, "failed")
+
+
 def test_records_say_what_the_design_promises(tmp_path):
     make(config(tmp_path), alone()).train()
     promised = {"step", "epoch", "loss", "lr", "grad_norm", "samples_per_second"}
