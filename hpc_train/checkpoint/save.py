@@ -87,7 +87,7 @@ def saving(
     explained = partial(_explained, path)
     room, mine = Scratch(), [layout.size(number) for number in plan.runs[replica.rank]]
     # Before anything is sent, because a rank that runs out of memory later leaves others waiting.
-    with agreed(group), enough_memory("extents"):
+    with agreed(group), enough_memory("extents", background=snapshot is not None):
         exchange.reserve()
         if snapshot is None:
             room(max(mine, default=0))

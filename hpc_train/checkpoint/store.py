@@ -234,6 +234,17 @@ class Checkpoints:
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         self.unify()
         self._content.look(copy_buffers=background)
+        try:
+            seconds, way = yield from self._written(path, step, background=background)
+        finally:
+            self._content.release()
+        self._engines.note(way, seconds)
+        yield from agree(self.group, lambda: self._publish(path, step))
+
+    def _written(
+        self, path: Path, step: int, *, background: bool
+    ) -> Phases[tuple[float, WriteEngine]]:
+        """Write what the content has collected; returns the seconds of writing and the engine."""
         self._compare(step)
         self._check_finite(step)
         if background and self._snapshot is None:
@@ -259,18 +270,12 @@ class Checkpoints:
         # The thread of a save in the background makes no MPI calls.
         way: WriteEngine = "posix" if background else self._engines.next()
         try:
-            try:
-                seconds = yield from written(way)
-            except CheckpointError as error:  # the same one on all ranks
-                if not self._engines.give_up(way):
-                    raise
-                logger.warning("through MPI-IO: %s; from now on by POSIX calls", error)
-                way = "posix"
-                seconds = yield from written(way)
-        finally:
-            self._content.release()
-        self._engines.note(way, seconds)
-        yield from agree(self.group, lambda: self._publish(path, step))
+            return (yield from written(way)), way
+        except CheckpointError as error:  # the same one on all ranks
+            if not self._engines.give_up(way):
+                raise
+            logger.warning("through MPI-IO: %s; from now on by POSIX calls", error)
+            return (yield from written("posix")), "posix"
 
     def _own_claim(self) -> Claim:
         """The claim of the directory, or one that only tells this job's files from others'.
