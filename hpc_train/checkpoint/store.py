@@ -22,10 +22,12 @@ from hpc_train.checkpoint.catalogue import (
     LATEST,
     earlier_save_seconds,
     find_checkpoints,
+    latest_in,
     name_of,
     note_save_seconds,
     start_candidates,
     step_of,
+    unfinished_in,
 )
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.content import Content
@@ -357,14 +359,18 @@ class Checkpoints:
                 or the folder has newer checkpoints than the start that was asked for.
         """
         self._content.begin()
-        found, self.earlier_save = from_first(
+        found, self.earlier_save, latest = from_first(
             self.group,
-            lambda: (self._candidates(source), earlier_save_seconds(self.directory)),
+            lambda: (
+                self._candidates(source),
+                earlier_save_seconds(self.directory),
+                latest_in(self.directory),
+            ),
         )
         for number, path in enumerate(found):
             try:
                 step = self._restore(path)
-                if number:
+                if number and path != latest:  # else later ones were passed over before
                     lost = step_of(found[0]) - step
                     logger.warning(
                         "%s lost, up to step %d",
@@ -391,11 +397,9 @@ class Checkpoints:
 
     def _candidates(self, source: str) -> list[Path]:
         """The files to resume from, in the order to try. Removes files that dead jobs left."""
-        if self.directory.is_dir():
-            self._check()
-            for pattern in (".step-*.partial", f".{LATEST}.*.partial"):
-                for unfinished in self.directory.glob(pattern):
-                    files.remove(unfinished)
+        self._check()
+        for unfinished in unfinished_in(self.directory):
+            files.remove(unfinished)
         return start_candidates(self.directory, source)
 
     def _restore(self, path: Path) -> int:
