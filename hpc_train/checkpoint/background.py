@@ -130,8 +130,12 @@ class BackgroundSave:
 
 
 @contextmanager
-def enough_memory(what: str) -> Iterator[None]:
+def enough_memory(what: str, *, background: bool) -> Iterator[None]:
     """Turn an error for lack of memory in a block into one of a checkpoint.
+
+    Args:
+        what: needs the memory.
+        background: whether the checkpoint is written in the background, which takes more memory.
 
     Raises:
         CheckpointError: there was too little memory for `what`.
@@ -145,9 +149,10 @@ def enough_memory(what: str) -> Iterator[None]:
             text in str(error) for text in _NO_MEMORY
         ):
             raise
+        less = ", or set checkpoint.background to false" if background else ""
         raise CheckpointError(
             f"there is no memory for {what} of a checkpoint ({first_line(error)})",
-            "give each rank more memory, or set checkpoint.background to false",
+            f"give each rank more memory{less}",
         ) from error
 
 
@@ -207,7 +212,7 @@ class Snapshot:
 
     def _get(self, nbytes: int) -> None:
         pinned = torch.cuda.is_available()
-        with enough_memory(f"the {nbytes} bytes"):
+        with enough_memory(f"the {nbytes} bytes", background=True):
             self._memory = np.empty(0, np.uint8)  # frees the old memory before it gets the new
             memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
             memory.zero_()  # makes the system provide the pages now, where an error is caught

@@ -5,22 +5,26 @@ Nothing here loads torch.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
 import re
+import stat
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_train import files
 from hpc_train.checkpoint.fileformat import FileMap
-from hpc_train.checkpoint.reading import read_header
-from hpc_train.errors import CheckpointError, CheckpointMismatch, plural
+from hpc_train.checkpoint.reading import LASTING, read_header, retried
+from hpc_train.errors import CheckpointError, CheckpointMismatch, CheckpointUnreadable, plural
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LATEST = "LATEST"  # the file that names the checkpoint that was completed last
@@ -51,14 +55,61 @@ def find_checkpoints(directory: Path, source: str) -> list[Path]:
     """
     if source != "auto":
         return [newest(Path(source))]
-    if not directory.is_dir():
-        return []
-    return sorted(filter(Path.is_file, _named_in(directory)), key=step_of, reverse=True)
+    there = [path for path in _named_in(directory) if _type_of(path) == stat.S_IFREG]
+    return sorted(there, key=step_of, reverse=True)
 
 
-def _named_in(directory: Path) -> list[Path]:
+def _named_in(directory: Path) -> set[Path]:
     """What has a checkpoint's name in a folder, whether it is a file or not."""
-    return [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    named = {path for path in _entries(directory) if _NAME.fullmatch(path.name)}
+    # A network file system may give a list that it has kept from an earlier time.
+    latest = latest_in(directory)
+    return named if latest is None else named | {latest}
+
+
+def _entries(directory: Path) -> list[Path]:
+    """What is in a folder; nothing if there is no such folder."""
+    try:
+        return _looked(directory, lambda: [*directory.iterdir()])
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _type_of(path: Path) -> int:
+    """The type of what a path leads to, as from `stat.S_IFMT`; 0 if it leads nowhere."""
+    # From Python 3.14 on, Path.is_file takes any error of the file system for a missing file.
+    try:
+        return stat.S_IFMT(_looked(path, path.stat).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return 0
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return 0
+        raise
+
+
+def _looked(path: Path, look: Callable[[], T]) -> T:
+    """What a look at a path finds.
+
+    Raises:
+        OSError: an error that does not pass: nothing is there, or the rights are missing.
+        CheckpointUnreadable: the file system failed again and again.
+    """
+    try:
+        return retried(path, look)
+    except OSError as error:
+        if error.errno in LASTING:
+            raise
+        raise CheckpointUnreadable(
+            f"{path} cannot be read ({error.strerror or error})",
+            "look after the file system, and start again",
+        ) from error
+
+
+def unfinished_in(directory: Path) -> list[Path]:
+    """The files of a folder that dead jobs have not finished."""
+    begins = (".step-", f".{LATEST}.")
+    return [p for p in _entries(directory) if p.name.startswith(begins) and p.suffix == ".partial"]
 
 
 def checkpoints_in(run: Path) -> list[Path]:
@@ -75,17 +126,18 @@ def newest(path: Path) -> Path:
         CheckpointMismatch: the path does not exist, or is a text, or a run directory without
             checkpoints.
     """
-    if path.is_file():
+    kind = _type_of(path)
+    if kind == stat.S_IFREG:
         _check_no_text(path)
         return path
-    if not path.is_dir():
+    if kind != stat.S_IFDIR:
         raise CheckpointMismatch(f"no such checkpoint: {path}", "give a file or a run directory")
     found = checkpoints_in(path)
     if not found:
         raise CheckpointMismatch(f"{path} has no checkpoints", "give a run directory or a file")
     folder = found[0].parent
     _tell_gone(folder, found)
-    named = _latest(folder)
+    named = latest_in(folder)
     if named is not None and named in found[1:]:
         logger.warning(
             "%s has later files than %s, which %s names: give %s to have that one",
@@ -95,10 +147,12 @@ def newest(path: Path) -> Path:
     return found[0]
 
 
-def _latest(folder: Path) -> Path | None:
-    """What the file LATEST of a folder names; None if it cannot be read."""
+def latest_in(folder: Path) -> Path | None:
+    """The checkpoint that the file LATEST of a folder names; None if it cannot be read."""
+    path = folder / LATEST
     with suppress(OSError, ValueError):
-        return folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+        name = retried(path, lambda: path.read_text(encoding="utf-8")).strip()
+        return folder / name if _NAME.fullmatch(name) else None
     return None
 
 
@@ -112,10 +166,8 @@ def _tell_gone(folder: Path, found: list[Path]) -> None:
     Raises:
         CheckpointMismatch: all are gone.
     """
-    named = _named_in(folder) if folder.is_dir() else []  # a link may lead nowhere
-    if latest := _latest(folder):
-        named.append(latest)
-    gone = [path for path in named if _NAME.fullmatch(path.name) and not path.is_file()]
+    # A link may lead nowhere.
+    gone = [path for path in _named_in(folder) if _type_of(path) != stat.S_IFREG]
     if not gone:
         return
     last = max(gone, key=step_of)
@@ -149,25 +201,27 @@ def start_candidates(directory: Path, source: str) -> list[Path]:
         directory: the folder of the run's checkpoints, which need not exist.
         source: "auto" for the folder's checkpoints; "none" to start anew; or a file or a run
             directory to start from, until the folder has checkpoints of its own. So the same source
-            resumes the run after a stop.
+            resumes the run after a stop, also if the source is the run itself, or is gone by then.
 
     Raises:
         CheckpointMismatch: the folder has checkpoints, and the source is "none" or one of them that
-            is not the newest. Or the folder had checkpoints, and all are gone. Or the source does
-            not exist, or has no checkpoints.
+            is not the newest. Or the folder had checkpoints, and all are gone. Or it has none, and
+            the source does not exist, or has no checkpoints.
     """
     own = find_checkpoints(directory, "auto")
     _tell_gone(directory, own)
     if source == "auto":
         return own
-    given = [] if source == "none" else find_checkpoints(directory, source)
-    inside = any(path.resolve().parent == directory.resolve() for path in given)
-    if own and (source == "none" or (inside and not own[0].samefile(given[0]))):
+    if not own:
+        return [] if source == "none" else find_checkpoints(directory, source)
+    given = Path(source).resolve()
+    older = given.parent == directory.resolve() and given != own[0].resolve()
+    if source == "none" or (older and _type_of(given) == stat.S_IFREG):
         raise CheckpointMismatch(
             f"{directory} has checkpoints beyond this start, up to {own[0].name}",
             f"give another directory, or move them and {LATEST} away",
         )
-    return own or given
+    return own
 
 
 def earlier_save_seconds(directory: Path) -> float:

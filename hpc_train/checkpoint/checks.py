@@ -25,6 +25,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpc_train.checkpoint.background import enough_memory
 from hpc_train.checkpoint.fileformat import LocalTensor, format_dtypes, hash_of
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.state import TrainingState, module_extras, modules_with_extra
@@ -324,9 +325,17 @@ def parts_are_finite(parts: Parts, mine: Iterable[Batch], group: Group) -> bool:
         parts: the tensors of this rank.
         mine: the batches that this rank checks.
         group: all ranks of the job.
+
+    Raises:
+        CheckpointError: a rank has too little memory for that.
     """
-    finite = are_finite([parts.flat(names).view(dtype) for dtype, names in mine])
-    return not group.largest(int(not finite), "whether the state is finite")
+    finite, failure = True, None
+    try:
+        with enough_memory("a check of the numbers", background=False):
+            finite = are_finite([parts.flat(names).view(dtype) for dtype, names in mine])
+    except Exception as error:  # noqa: BLE001  # the other ranks must hear of any error
+        failure = error
+    return not settle(group, failure, int(not finite), "whether the state is finite")
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:

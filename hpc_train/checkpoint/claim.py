@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpc_train import files
-from hpc_train.checkpoint.owner import NOWHERE, Jobs, Owner, ProcessPlace, void
+from hpc_train.checkpoint.owner import NOWHERE, Jobs, Owner, ProcessPlace, may_be_former, void
 from hpc_train.errors import ClaimError, unwritable
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
@@ -33,6 +33,7 @@ from hpc_train.mpi.group import Group
 FOLDER = ".claim"
 PERIOD = 10.0  # seconds between two heartbeats; a short timeout makes it shorter
 OWNER_PATIENCE = 10.0  # seconds that a start waits for an owner that may be about to end
+RESTART_PATIENCE = 30.0  # the same, for an owner of the same job whose silence tells
 LOOK_SECONDS = 0.2  # seconds between two looks of a start that waits
 CLAIM_CHECK_SECONDS = 1.0  # seconds between two checks of an owner that writes nothing
 FORMER_CLAIMS = 8  # files of former claims that are kept
@@ -183,7 +184,8 @@ def take_claim(
             removed = None
         except FileNotFoundError as error:  # it is being removed, or cannot be made
             known, owner, silent, removed = 0, None, 0.0, error
-        if waited > OWNER_PATIENCE:
+        former = owner is not None and may_be_former(owner, mine, ended=owner.has_ended(mine))
+        if waited > (RESTART_PATIENCE if former else OWNER_PATIENCE):
             if removed is not None:
                 raise removed
             who = owner if owner is not None else "a job that has just started"

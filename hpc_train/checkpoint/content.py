@@ -38,6 +38,7 @@ SLOTS_OF_OPTIONS = (
     (RMSprop, "momentum", "momentum_buffer"),
 )
 """Options with which these optimizers need a further slot, made in the first step only."""
+_COPIES = "copies of the tensors"  # what needs memory
 Seen: TypeAlias = "tuple[tuple[list[Any], ...], list[Hashable]]"
 """What tells one look at a rank's tensors from another: see `Holdings._walk`."""
 
@@ -70,7 +71,7 @@ class Holdings:
     def forget(self) -> None:
         """Drop all tensors, because others take their place."""
         self.parts, self._held, self._tensors, self._seen = Parts({}), {}, [], None
-        self._odd, self._buffers = set(), set()
+        self._odd, self._buffers, self._passing = set(), set(), set()
 
     def look(self, more: Mapping[str, LocalTensor], *, copy_buffers: bool) -> bool:
         """Bring `parts` up to date.
@@ -231,27 +232,37 @@ class Content:
 
         Args:
             copy_buffers: whether buffers are copied, because a forward pass may change them before
-                the save has ended.
+                the save has ended. A save in the background needs that.
 
         Raises:
             CheckpointError: there is no memory for copies.
             UserError: a checkpoint cannot hold all of it.
         """
-        more, alike = self.more.collect(), self.alike.group
-        with agreed(self.group), enough_memory("copies of the tensors"):
-            changed = self._holdings.look(more, copy_buffers=copy_buffers)
-        if self.group.largest(int(changed)):
-            self.plans.forget()
-            values = self._holdings.values
-            self._values = {key: self.replica.united(values[key]) for key in values}
-            self._compared = self._whole_in_replicas()
-            names, pieces = self._holdings.trained_names, self._holdings.pieces
-            shared = [name for name in names if name not in pieces]
-            own = [name for name in names if name in pieces]
-            mine = [*own, *shared[alike.rank :: alike.size]]
-            self._batches = batches_to_check(self.parts.held, mine)
-        if self._has_extra:
-            self._look_at_extra()
+        try:
+            more = self.more.collect()
+            with agreed(self.group), enough_memory(_COPIES, background=copy_buffers):
+                changed = self._holdings.look(more, copy_buffers=copy_buffers)
+            if self.group.largest(int(changed)):
+                self._plan_anew()
+            if self._has_extra:
+                self._look_at_extra()
+        except Exception:  # raised on all ranks
+            # What has changed since the last save is not planned yet. So the next look must not
+            # take it for unchanged. The copies that were made are freed.
+            self._holdings.forget()
+            raise
+
+    def _plan_anew(self) -> None:
+        alike = self.alike.group
+        self.plans.forget()
+        values = self._holdings.values
+        self._values = {key: self.replica.united(values[key]) for key in values}
+        self._compared = self._whole_in_replicas()
+        names, pieces = self._holdings.trained_names, self._holdings.pieces
+        shared = [name for name in names if name not in pieces]
+        own = [name for name in names if name in pieces]
+        mine = [*own, *shared[alike.rank :: alike.size]]
+        self._batches = batches_to_check(self.parts.held, mine)
 
     def _look_at_extra(self) -> None:
         self.check()  # modules may keep values of another type now

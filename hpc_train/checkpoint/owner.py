@@ -42,6 +42,7 @@ class ProcessPlace(NamedTuple):
 
 
 NOWHERE = ProcessPlace()
+RESTART_SILENCE = 25.0  # seconds, more than two heartbeats, after which an owner has died
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,15 @@ def _is_like(value: Any, default: Any) -> bool:
     return default is None or isinstance(value, kind)
 
 
+def may_be_former(owner: Owner, mine: Owner, *, ended: bool | None) -> bool:
+    """Whether an owner that may have ended is of the same job: then its silence tells.
+
+    It may also live, as another step of that job on another host.
+    """
+    his, my = owner.place, mine.place
+    return ended is None and bool(his.job) and (his.job, his.requeued) == (my.job, my.requeued)
+
+
 def void(
     owner: Owner, mine: Owner, *, silent: float, ended: bool | None, jobs: Jobs | None
 ) -> bool:
@@ -151,9 +161,10 @@ def void(
     his, my = owner.place, mine.place
     if his.launch and his.launch == my.launch and his.attempt < my.attempt:
         return True  # `hpc-train launch` ends an attempt before it starts the next one
-    same_job = bool(his.job) and his.job == my.job
-    if same_job and (his.requeued < my.requeued or ended is None):
-        return True  # the job was requeued, or starts its ranks again on another host
+    if his.job and his.job == my.job and his.requeued < my.requeued:
+        return True
+    if may_be_former(owner, mine, ended=ended) and silent > RESTART_SILENCE:
+        return True  # the job starts its ranks again on another host
     itself = (owner.boot, owner.space, owner.process, owner.begin)
     if ended or itself == (mine.boot, mine.space, mine.process, mine.begin):
         return True

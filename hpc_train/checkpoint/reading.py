@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
 LASTING = frozenset(  # errors that a further attempt does not mend
-    {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
+    {
+        *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
+        errno.ENAMETOOLONG,
+    }
 )
 ZIP = b"PK\x03\x04"  # the first bytes of what torch.save writes
 PIECE = 1 << 20  # bytes read at once: they are still in the core's cache when they are hashed
@@ -38,32 +41,51 @@ GONE = (
 )
 
 
-def patiently(path: Path, work: Callable[[int], T]) -> T:
-    """Read a file, again and again if that fails; returns what `work` returns.
+def retried(path: Path, work: Callable[[], T]) -> T:
+    """Do something with a path, again and again if that fails; returns what `work` returns.
 
     Args:
-        path: the file. Each attempt opens it anew.
-        work: reads from the descriptor that it is given. An OSError that may pass, such as a stale
-            handle, leads to another attempt.
+        path: the file or folder, for the log.
+        work: an OSError of it that may pass, such as a stale handle, leads to another attempt.
 
     Raises:
-        CheckpointUnreadable: the last attempt failed, or the error is one that does not pass.
+        OSError: the last attempt failed, or the error is one that does not pass.
     """
     pauses = list(PAUSES)
     while True:
         try:
-            with files.opened(path) as descriptor:
-                return work(descriptor)
+            return work()
         except OSError as error:
             if error.errno in LASTING or not pauses:
-                raise CheckpointUnreadable(
-                    f"checkpoint {path} cannot be read ({error.strerror or error})",
-                    GONE if error.errno == errno.ENOENT else UNREADABLE,
-                ) from error
+                raise
             pause = pauses.pop(0)
             cause = error.strerror or error
             logger.warning("%s: %s; it is read again in %g s", path, cause, pause)
             time.sleep(pause)
+
+
+def patiently(path: Path, work: Callable[[int], T]) -> T:
+    """Read a file as `retried`; returns what `work` returns.
+
+    Args:
+        path: the file. Each attempt opens it anew.
+        work: reads from the descriptor that it is given.
+
+    Raises:
+        CheckpointUnreadable: the last attempt failed, or the error is one that does not pass.
+    """
+
+    def opened() -> T:
+        with files.opened(path) as descriptor:
+            return work(descriptor)
+
+    try:
+        return retried(path, opened)
+    except OSError as error:
+        raise CheckpointUnreadable(
+            f"checkpoint {path} cannot be read ({error.strerror or error})",
+            GONE if error.errno == errno.ENOENT else UNREADABLE,
+        ) from error
 
 
 def read_header(path: Path) -> tuple[FileMap, bytes]:

@@ -35,7 +35,7 @@ from hpc_train.checkpoint.fileformat import HASH_BYTES, FileMap, hash_in
 from hpc_train.checkpoint.parts import Bytes, Parts
 from hpc_train.checkpoint.reading import read_extent
 from hpc_train.checkpoint.routes import Plans, owned
-from hpc_train.errors import CheckpointError
+from hpc_train.errors import CheckpointError, CheckpointUnreadable
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
 
@@ -87,7 +87,7 @@ def saving(
     explained = partial(_explained, path)
     room, mine = Scratch(), [layout.size(number) for number in plan.runs[replica.rank]]
     # Before anything is sent, because a rank that runs out of memory later leaves others waiting.
-    with agreed(group), enough_memory("extents"):
+    with agreed(group), enough_memory("extents", background=snapshot is not None):
         exchange.reserve()
         if snapshot is None:
             room(max(mine, default=0))
@@ -175,7 +175,7 @@ def _explaining(path: Path) -> Iterator[None]:
             "free space or quota" if full else "see that you may write there, and the disk works"
         )
         older: list[Path] = []
-        with suppress(OSError):  # the folder may be what fails
+        with suppress(OSError, CheckpointUnreadable):  # the folder may be what fails
             older = [one for one in find_checkpoints(path.parent, "auto") if one != path]
         raise CheckpointError(
             f"checkpoint {path} could not be written ({error.strerror or error})",

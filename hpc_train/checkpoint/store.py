@@ -22,10 +22,12 @@ from hpc_train.checkpoint.catalogue import (
     LATEST,
     earlier_save_seconds,
     find_checkpoints,
+    latest_in,
     name_of,
     note_save_seconds,
     start_candidates,
     step_of,
+    unfinished_in,
 )
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.content import Content
@@ -234,6 +236,17 @@ class Checkpoints:
     def _saving(self, path: Path, step: int, *, background: bool) -> Phases[None]:
         self.unify()
         self._content.look(copy_buffers=background)
+        try:
+            seconds, way = yield from self._written(path, step, background=background)
+        finally:
+            self._content.release()
+        self._engines.note(way, seconds)
+        yield from agree(self.group, lambda: self._publish(path, step))
+
+    def _written(
+        self, path: Path, step: int, *, background: bool
+    ) -> Phases[tuple[float, WriteEngine]]:
+        """Write what the content has collected; returns the seconds of writing and the engine."""
         self._compare(step)
         self._check_finite(step)
         if background and self._snapshot is None:
@@ -259,18 +272,12 @@ class Checkpoints:
         # The thread of a save in the background makes no MPI calls.
         way: WriteEngine = "posix" if background else self._engines.next()
         try:
-            try:
-                seconds = yield from written(way)
-            except CheckpointError as error:  # the same one on all ranks
-                if not self._engines.give_up(way):
-                    raise
-                logger.warning("through MPI-IO: %s; from now on by POSIX calls", error)
-                way = "posix"
-                seconds = yield from written(way)
-        finally:
-            self._content.release()
-        self._engines.note(way, seconds)
-        yield from agree(self.group, lambda: self._publish(path, step))
+            return (yield from written(way)), way
+        except CheckpointError as error:  # the same one on all ranks
+            if not self._engines.give_up(way):
+                raise
+            logger.warning("through MPI-IO: %s; from now on by POSIX calls", error)
+            return (yield from written("posix")), "posix"
 
     def _own_claim(self) -> Claim:
         """The claim of the directory, or one that only tells this job's files from others'.
@@ -352,14 +359,18 @@ class Checkpoints:
                 or the folder has newer checkpoints than the start that was asked for.
         """
         self._content.begin()
-        found, self.earlier_save = from_first(
+        found, self.earlier_save, latest = from_first(
             self.group,
-            lambda: (self._candidates(source), earlier_save_seconds(self.directory)),
+            lambda: (
+                self._candidates(source),
+                earlier_save_seconds(self.directory),
+                latest_in(self.directory),
+            ),
         )
         for number, path in enumerate(found):
             try:
                 step = self._restore(path)
-                if number:
+                if number and path != latest:  # else later ones were passed over before
                     lost = step_of(found[0]) - step
                     logger.warning(
                         "%s lost, up to step %d",
@@ -386,11 +397,9 @@ class Checkpoints:
 
     def _candidates(self, source: str) -> list[Path]:
         """The files to resume from, in the order to try. Removes files that dead jobs left."""
-        if self.directory.is_dir():
-            self._check()
-            for pattern in (".step-*.partial", f".{LATEST}.*.partial"):
-                for unfinished in self.directory.glob(pattern):
-                    files.remove(unfinished)
+        self._check()
+        for unfinished in unfinished_in(self.directory):
+            files.remove(unfinished)
         return start_candidates(self.directory, source)
 
     def _restore(self, path: Path) -> int:

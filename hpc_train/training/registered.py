@@ -6,7 +6,8 @@ import gc
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
+from hpc_train.checkpoint.background import enough_memory
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor, torch_dtypes
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.state import ExtraState
@@ -248,7 +250,7 @@ class Registered(ExtraState):
         Raises:
             UserError: it cannot, or the ranks have different states.
         """
-        with agreed(self.group):
+        with self._together():
             self._look()
         names = ", ".join(f"{n} ({type(thing).__name__})" for n, thing in self.things.items())
         same(self.group, "what loop.register was given", names, "register the same on all ranks")
@@ -256,7 +258,7 @@ class Registered(ExtraState):
         for name, tree in self._trees.items():
             named = f"the state of {name!r}, which loop.register was given,", "with loop.mean"
             what, how = OF_GROUPS if name == OPTIONS else named
-            with agreed(self.group):
+            with self._together():
                 digest = self._digest(name, tree)
             same(self.group, what, digest, f"give all ranks the same state, as {how}")
 
@@ -355,12 +357,24 @@ class Registered(ExtraState):
         return digest
 
     def collect(self) -> dict[str, LocalTensor]:
-        """The tensors to save, by name."""
+        """The tensors to save, by name. Collective.
+
+        Raises:
+            CheckpointError: a rank has too little memory for copies of them.
+        """
         self.check()
-        return {
-            name: self._held(tensor.clone() if self.copied else tensor)
-            for name, tensor in self._tensors.items()
-        }
+        with self._together():
+            return {
+                name: self._held(tensor.clone() if self.copied else tensor)
+                for name, tensor in self._tensors.items()
+            }
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A block that copies state, and that all ranks end alike."""
+        what = "copies of the registered objects"
+        with agreed(self.group), enough_memory(what, background=self.copied):
+            yield
 
     def _held(self, tensor: Tensor) -> LocalTensor:
         """A whole tensor, as checkpoints take it."""

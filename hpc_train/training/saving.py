@@ -205,7 +205,8 @@ class Saving:
         """Seconds to keep free for the last checkpoint.
 
         They are twice this process's longest save, because disks are shared and their speed varies.
-        Before its first save they are 1.5 times the longest save of an earlier process.
+        Before its first save they are 1.5 times the longest save of an earlier process. That one
+        may have been an exception, so training writes a checkpoint before it stops because of it.
         """
         return 2 * checkpoints.longest_save or 1.5 * checkpoints.earlier_save
 

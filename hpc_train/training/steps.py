@@ -61,22 +61,29 @@ def guarded_steps(
     heartbeat.tell(done, pace.until(done + 1, save_seconds=0.0))
     saving.limited = stop.limited
     profiler.between(done)
+    _tell_of_short_job(stop, saving, checkpoints)
     phases, begin = group.waiting.phases, time.monotonic()
     for done in range(loader.steps.start - 1, loader.steps.stop - 1):
-        needed = pace.longest + saving.reserve(checkpoints)
-        loader.give_up = partial(_asked_to_stop, stop, needed)
+        # A job that was restarted shortly before its end has computed steps before. Any other one
+        # takes a step, whatever a save took before: that may have been an exception.
+        first = done == loader.steps.start - 1 and not restarts()
+        needed = pace.longest + (0.0 if first else saving.reserve(checkpoints))
+        untried = saving.untried and done > loader.steps.start - 1
+        # If it goes on after a first checkpoint, it needs the batch.
+        early = untried and _asked_to_stop(stop, needed)
+        loader.give_up = partial(_asked_to_stop, stop, pace.longest if early else needed)
         with phases("data"):
             step, failure = _fetched(steps)
         if failure is None and checkpoints.claim is not None:
             failure = checkpoints.claim.lost()
-        untried = saving.untried and done > loader.steps.start - 1
         # One agreement for everything, because in each one all ranks wait for the slowest.
         asks = profiler.is_asked()
         with _saved_at_failure(saving, checkpoints, taken(done)):
             reason = stop.agree(group, needed, failure, untried=untried, asks=asks)
         if stop.asked:
             profiler.take_request(done + 1)
-        if stop.soon:
+        late = reason is not None and reason.startswith("time_limit")
+        if stop.soon or (late and untried):
             with phases("save"):
                 saving.now(checkpoints, taken(done))
             # A rank without a batch has given it up because of `needed`. It cannot compute the
@@ -84,9 +91,7 @@ def guarded_steps(
             now_needed = pace.longest + saving.reserve(checkpoints)
             reason = stop.agree(group, needed if step is None else now_needed)
         if reason:
-            # A job that was restarted shortly before its end has computed steps before that.
-            first = done == loader.steps.start - 1 and not restarts()
-            if first and reason.startswith("time_limit"):
+            if first and late:
                 raise ConfigError(f"{reason} is over before the first step", "give more time")
             with phases("save"):
                 saving.last(checkpoints, taken(done))
@@ -128,6 +133,18 @@ def _saved_at_failure(saving: Saving, checkpoints: Checkpoints, step: int) -> It
             except HpcTrainError as unsaved:
                 logger.warning("step %d is not saved: %s", step, unsaved)
         raise
+
+
+def _tell_of_short_job(stop: StopRequests, saving: Saving, checkpoints: Checkpoints) -> None:
+    """Warn on rank 0 if the job may end before a checkpoint is written."""
+    if restarts() or checkpoints.group.rank > 0 or _asked_to_stop(stop, 0.0):
+        return
+    if _asked_to_stop(stop, saving.reserve(checkpoints)):
+        logger.warning(
+            "this job may be too short for a checkpoint: one took %.0f s in an earlier job; "
+            "if that is usual, give more time",
+            checkpoints.earlier_save,
+        )
 
 
 def _asked_to_stop(stop: StopRequests, needed_seconds: float) -> bool:

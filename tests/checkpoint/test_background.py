@@ -18,5 +18,5 @@ from hpc_train.errors import CheckpointError
     ],
 )
 def test_a_fault_of_a_gpu_is_not_told_as_lack_of_memory(error, raised):
-    with pytest.raises(raised), enough_memory("extents"):
+    with pytest.raises(raised), enough_memory("extents", background=False):
         raise error

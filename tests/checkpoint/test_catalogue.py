@@ -1,11 +1,21 @@
-"""Checkpoints that are no longer there."""
+"""Which checkpoints a start finds."""
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 
-from hpc_train.checkpoint.catalogue import LATEST, name_of, newest, start_candidates
-from hpc_train.errors import CheckpointMismatch
+from hpc_train.checkpoint import reading
+from hpc_train.checkpoint.catalogue import (
+    LATEST,
+    find_checkpoints,
+    name_of,
+    newest,
+    start_candidates,
+)
+from hpc_train.errors import CheckpointMismatch, CheckpointUnreadable
 
 
 @pytest.mark.parametrize("source", ["auto", "none"])
@@ -43,3 +53,51 @@ def test_a_link_alone_that_leads_nowhere_is_no_fresh_start(tmp_path):
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointMismatch, match=f"or remove {link} to start again"):
         start_candidates(tmp_path, "auto")
+
+
+def test_a_start_with_checkpoints_of_its_own_does_not_need_its_source(tmp_path):
+    """The source is removed by its own run, or is the run itself, which passed over a file."""
+    run = tmp_path / "run"
+    folder = run / "checkpoints"
+    folder.mkdir(parents=True)
+    for step in (4, 8, 12):
+        (folder / name_of(step)).touch()
+    (folder / LATEST).write_text(f"{name_of(8)}\n")  # that of step 12 was damaged
+    own = [folder / name_of(step) for step in (12, 8, 4)]
+    for source in (tmp_path / "gone" / name_of(1), tmp_path / "gone", folder / name_of(1), run):
+        assert start_candidates(folder, str(source)) == own
+    with pytest.raises(CheckpointMismatch, match="beyond this start"):
+        start_candidates(folder, str(own[1]))
+    with pytest.raises(CheckpointMismatch, match="no such checkpoint"):
+        start_candidates(tmp_path / "other", str(tmp_path / "gone"))
+
+
+def test_the_latest_is_found_if_the_list_of_the_folder_is_an_old_one(tmp_path, monkeypatch):
+    """As a network file system gives it from its cache."""
+    for step in (4, 8):
+        (tmp_path / name_of(step)).touch()
+    (tmp_path / LATEST).write_text(f"{name_of(8)}\n")
+    for old in ([tmp_path / name_of(4)], []):
+        monkeypatch.setattr(Path, "iterdir", lambda _, old=old: iter(old))
+        assert start_candidates(tmp_path, "auto") == [tmp_path / name_of(8), *old]
+
+
+@pytest.mark.parametrize("method", ["stat", "iterdir"])
+@pytest.mark.parametrize("times", [1, 9])
+def test_an_error_of_the_file_system_is_no_missing_checkpoint(tmp_path, monkeypatch, method, times):
+    (tmp_path / name_of(4)).touch()
+    look, failed = getattr(Path, method), []
+
+    def stale(path, **how):
+        if len(failed) < times:
+            failed.append(path)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return look(path, **how)
+
+    monkeypatch.setattr(reading, "PAUSES", (0.0,))
+    monkeypatch.setattr(Path, method, stale)
+    if times == 1:
+        assert find_checkpoints(tmp_path, "auto") == [tmp_path / name_of(4)]
+        return
+    with pytest.raises(CheckpointUnreadable, match="cannot be read .Stale"):
+        find_checkpoints(tmp_path, "auto")

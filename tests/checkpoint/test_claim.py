@@ -66,7 +66,6 @@ def living(place: ProcessPlace = NOWHERE, timeout: float = 1800.0) -> Owner:
         (LAUNCH, LAUNCH._replace(launch="b", attempt=2), None, None, False),
         (JOB, JOB._replace(requeued=1), False, None, True),
         (JOB._replace(requeued=1), JOB, False, None, False),
-        (JOB, JOB, None, None, True),
         (JOB, JOB, False, None, False),
         (JOB, ProcessPlace("slurm:c:8"), None, {"slurm:c:8"}, True),
         (JOB, ProcessPlace("slurm:c:8"), None, {"slurm:c:7", "slurm:c:8"}, False),
@@ -81,6 +80,19 @@ def test_who_may_take_a_directory_from_whom(his, mine, ended, named, expected):
     if expected is False:
         assert void(owner, wants, silent=1801.0, ended=ended, jobs=None)
         assert not void(replace(owner, timeout=0.0), wants, silent=1e9, ended=ended, jobs=None)
+
+
+def test_a_step_of_a_job_takes_no_directory_of_another_step_that_lives(tmp_path, monkeypatch):
+    """A rank on another host of one allocation: nobody can tell whether its process has ended."""
+    former = replace(living(JOB), boot="another", host="another")
+    assert not void(former, living(JOB), silent=20.0, ended=None, jobs=None)
+    assert void(former, living(JOB), silent=26.0, ended=None, jobs=None)
+    monkeypatch.setattr(owners, "RESTART_SILENCE", 0.6)
+    claim = take_claim(tmp_path, former)
+    again = take_claim(tmp_path, living(JOB))  # waits for longer than for other owners
+    with pytest.raises(ClaimError, match="taken over by SLURM job 7"):
+        claim.check()
+    again.release()
 
 
 def test_a_job_that_began_after_the_scheduler_was_asked_is_not_taken_for_gone():

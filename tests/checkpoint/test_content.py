@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 
+import pytest
 import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, TrainingState
+from hpc_train.checkpoint.restore import Tensors
 from hpc_train.collectives import connect
+from hpc_train.errors import CheckpointError
 from hpc_train.mpi.group import Group
 
 
@@ -24,3 +28,65 @@ def test_a_second_resume_frees_the_optimizers_state_of_the_first(tmp_path):
     checkpoints.resume()
     gc.collect()
     assert old() is None
+
+
+def without_memory(monkeypatch, copies: int) -> list[weakref.ref[torch.Tensor]]:
+    """Let tensors be copied so many times, and not once more; returns the copies."""
+    clone, made = torch.Tensor.clone, []
+
+    def limited(tensor, **how):
+        if len(made) == copies:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 MiB")
+        copied = clone(tensor, **how)
+        made.append(weakref.ref(copied))
+        return copied
+
+    monkeypatch.setattr(torch.Tensor, "clone", limited)
+    return made
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("background", [False, True])
+def test_the_save_after_one_that_had_no_memory_is_complete(job, together, monkeypatch, background):
+    """A layer that trains from step 2 on has a state from then on, which no save has held."""
+    odd = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # is saved as a copy
+    model = nn.Sequential(nn.Linear(3, 4), odd)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    checkpoints = Checkpoints(together, connect(job.world), TrainingState(model, optimizer))
+    told = ""
+    for step in (1, 2, 3):
+        model[0].requires_grad_(step > 1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+        checkpoints.poll()
+        with monkeypatch.context() as patch:
+            if step == 2 and job.world.rank == job.world.size - 1:
+                without_memory(patch, copies=1)
+            try:
+                checkpoints.save(step, background=background)
+                checkpoints.finish()
+            except CheckpointError as error:  # all ranks raise it
+                told = str(error)
+    checkpoints.close()
+    assert "no memory for copies of the tensors" in told
+    assert ("set checkpoint.background to false" in told) == background
+    if job.world.rank == 0:
+        first, last = (Tensors(together / f"step-{step:09d}.safetensors") for step in (1, 3))
+        slots = ("exp_avg", "exp_avg_sq", "step")
+        new = {f"optim.0.{name}.{slot}" for name in ("weight", "bias") for slot in slots}
+        assert {*last.names} - {*first.names} == new
+
+
+def test_a_save_that_has_no_memory_keeps_no_copies(tmp_path, monkeypatch):
+    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    checkpoints = Checkpoints(tmp_path, connect(Group()), TrainingState(model, optimizer))
+    model(torch.ones(1, 3, 2, 2)).sum().backward()
+    optimizer.step()
+    copies = without_memory(monkeypatch, copies=1)
+    with suppress(CheckpointError):
+        checkpoints.save(1)
+    gc.collect()
+    assert [copied() for copied in copies] == [None]

@@ -135,7 +135,7 @@ def test_resume_takes_none_a_file_and_an_empty_folder(tmp_path):
     assert store(tmp_path / "elsewhere", *make()).resume(str(path)) == 7
     assert store(tmp_path / "elsewhere", *make()).resume() == 0
     with pytest.raises(CheckpointMismatch, match="no such checkpoint: /no/file"):
-        store(tmp_path, *make()).resume("/no/file")
+        store(tmp_path / "elsewhere", *make()).resume("/no/file")
 
 
 def test_starting_earlier_than_the_folders_own_checkpoints_is_refused(tmp_path):
@@ -150,14 +150,18 @@ def test_starting_earlier_than_the_folders_own_checkpoints_is_refused(tmp_path):
     assert store(tmp_path, *make()).resume(str(other)) == 7, "the same line goes on"
 
 
-def test_retention_never_drops_what_was_just_saved(tmp_path):
+def test_retention_never_drops_what_was_just_saved(tmp_path, caplog):
     checkpoints = store(tmp_path, *make(), keep=1)
     checkpoints.save(3)
     (tmp_path / "step-000000009.safetensors").write_bytes(b"damaged")
+    (tmp_path / "LATEST").write_text("step-000000009.safetensors\n")
     again = store(tmp_path, *make(), keep=1)
     assert again.resume() == 3
+    assert "6 steps are lost, up to step 9" in caplog.text
     again.save(5)
+    caplog.clear()
     assert store(tmp_path, *make()).resume() == 5
+    assert "lost" not in caplog.text, "they were lost in the start before"
 
 
 def test_old_checkpoints_give_their_room_to_the_file_that_names_the_new_one(tmp_path, monkeypatch):

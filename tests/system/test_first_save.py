@@ -13,6 +13,7 @@ from hpc_train.checkpoint import background, store
 from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, find_checkpoints, step_of
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.job import heartbeat, preemption
+from hpc_train.launch.protocol import RESTARTS
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training import saving, steps
@@ -88,10 +89,25 @@ def test_a_resumed_job_knows_what_a_save_took(tmp_path, monkeypatch):
     clock = Clock(monkeypatch, seconds_of_save=10)
     first = Job(tmp_path, clock, end=100, step=1).train()
     assert float((tmp_path / SAVE_SECONDS_FILE).read_text()) == pytest.approx(10)
-    # Too short for a step and a save, which it knows before it begins.
-    with pytest.raises(ConfigError, match="is over before the first step"):
-        Job(tmp_path, clock, end=14, step=1).train()
+    # An attempt that begins shortly before the end of its job takes no step.
+    monkeypatch.setenv(RESTARTS, "1")
+    assert Job(tmp_path, clock, end=14, step=1).train() == first
+    monkeypatch.delenv(RESTARTS)
     assert Job(tmp_path, clock, end=40, step=1).train() > first
+    with pytest.raises(ConfigError, match="is over before the first step"):
+        Job(tmp_path, clock, end=-1, step=1).train()
+
+
+def test_one_slow_save_keeps_no_later_job_from_training(tmp_path, monkeypatch, caplog):
+    clock = Clock(monkeypatch, seconds_of_save=1)
+    first = Job(tmp_path, clock, end=20, step=1).train()
+    (tmp_path / SAVE_SECONDS_FILE).write_text("1500\n")
+    assert Job(tmp_path, clock, end=100, step=1).train() > first + 80
+    assert "one took 1500 s in an earlier job" in caplog.text
+    assert float((tmp_path / SAVE_SECONDS_FILE).read_text()) == pytest.approx(1)
+    caplog.clear()
+    Job(tmp_path, clock, end=20, step=1).train()
+    assert "too short" not in caplog.text
 
 
 @pytest.mark.parametrize("seed", SEEDS)
