@@ -317,6 +317,32 @@ def test_buffers_that_change_between_stages_are_refused(ranks):
         passed_on(parts(Counting(lambda: nn.BatchNorm1d(8, affine=False)), ranks), 1, x)
 
 
+class Sharing(User):
+    """Its first and its last stage have one module with a buffer."""
+
+    def __init__(self, shared):
+        super().__init__()
+        layers = [nn.Linear(n, m).double() for n, m in ((3, 3), (8, 3))]
+        self.first, self.last = (nn.Sequential(layer, shared) for layer in layers)
+        self.middle = nn.ModuleList(Scaled(3, 8) for _ in range(1)).double()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_buffers_that_stages_of_several_ranks_share_must_not_change(ranks):
+    x = torch.randn(5, 3).double()
+    constant = nn.BatchNorm1d(3, affine=False).double().eval()
+    model = Sharing(constant)
+    assert torch.equal(passed_on(parts(model, ranks), 1, x), model(x))
+    changing = nn.BatchNorm1d(3, affine=False).double()
+    if ranks == 1:
+        passed_on(parts(Sharing(changing), ranks), 1, x)
+    else:
+        with pytest.raises(
+            UserError, match=r"changes buffer first\.1\.\w+, which stages of several"
+        ):
+            passed_on(parts(Sharing(changing), ranks), 1, x)
+
+
 class Taking(Skipping):
     """Takes numbers out of the result of its first stage."""
 
