@@ -27,7 +27,8 @@ def bring_back(tensor: Tensor, near: Tensor) -> Tensor:
 
 def bits(near: Tensor) -> Tensor:
     """A contiguous tensor's bytes: Horovod does not send all types, and MPI knows few."""
-    return near.view(-1).view(torch.uint8)
+    # One element may have any stride and is contiguous, but torch takes its bytes with stride 1.
+    return near.as_strided((near.numel(),), (1,)).view(torch.uint8)
 
 
 def is_expanded(tensor: Tensor) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import torch
 from torch.nn import Parameter
 
+from hpc_train.collectives.overwrite import bits
 from hpc_train.mpi.agreement import same
 from hpc_train.mpi.group import Group
 
@@ -42,5 +42,5 @@ def check_added_values(group: Group, added: Sequence[Parameter]) -> None:
 
 
 def _digest(parameter: Parameter) -> str:
-    near = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(near.numpy().data, digest_size=16).hexdigest()
+    near = parameter.detach().cpu().contiguous()
+    return hashlib.blake2b(bits(near).numpy().data, digest_size=16).hexdigest()

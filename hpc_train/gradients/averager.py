@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -46,6 +46,8 @@ class GradientAverager(Protocol):
 
     at_close: list[Callable[[], None]]
     """Functions that `close` calls at its end."""
+    begins: Mapping[Parameter, int]
+    """The position at which a part of `parts` begins in its parameter, in elements, if not at 0."""
 
     @property
     def profile(self) -> Profile:

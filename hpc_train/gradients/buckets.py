@@ -37,6 +37,11 @@ class Slab:
         """The shape of these rows."""
         return (self.last - self.first, *self.parameter.shape[1:]) if self.parameter.dim() else ()
 
+    @property
+    def place(self) -> int:
+        """The position of row `first` in the parameter, in elements."""
+        return self.first * _row(self.parameter)
+
     def rows_of(self, whole: Tensor) -> Tensor:
         """The slab's rows of a tensor that has the whole parameter's shape."""
         return whole[self.first : self.last] if whole.dim() else whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,8 @@ class BucketAverager:
         self.awaited = f"the sums of the gradients over {group.size} ranks"
         self.shards: Collectives = AloneCollectives(Group(waiting=group.waiting))
         """The ranks whose `parts` together cover every gradient: here this rank alone."""
+        self.begins: Mapping[Parameter, int] = {}
+        """Where `parts` begin in their parameters, as for `GradientAverager`."""
         self.at_close: list[Callable[[], None]] = []
         """Functions that `close` calls at its end."""
         self._make = make

@@ -103,6 +103,7 @@ class ShardedAverager(BucketAverager):
         self.shards = connect(self.levels.whole if job else self.levels.node)
         self._counts_whole = self.shards.group.rank == 0
         self.parameters.move(values)
+        self.begins = {slab.parameter: slab.place for slab in self.parameters.slabs.values()}
         self._gradients = self.parameters.gradients()
         self.at_close += [self.parameters.release, refuse_scaler(optimizer)]
         if isinstance(parameters, StreamedParameters):

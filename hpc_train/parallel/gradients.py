@@ -51,7 +51,7 @@ class LayoutGradients:
         model: Collectives,
     ) -> None:
         self.partial, self.tied, self._counted = partial, tied, frozenset(counted)
-        self._alike = dict(alike)
+        self._alike, self._compared = alike, set[Parameter]()
         self.tensor, self.embedding, self.model = tensor, embedding, model
 
     def complete(self) -> None:
@@ -108,25 +108,43 @@ class LayoutGradients:
 
     def _gradient_that_differs(self, averager: GradientAverager) -> str:
         """The first parameter whose gradient is another than on the first rank. Collective."""
-        samples = {
-            parameter: part.detach().flatten()[:: -(-part.numel() // SAMPLED) or 1].double()
-            for parameter, part in averager.parts()
-            if parameter in self._alike
-        }
-        if not samples:
+        if not self._alike:
             return ""
-        mine = torch.cat([*samples.values()])
+        mine, sizes = self._samples(averager)
         first = mine.clone()
         self.tensor.broadcast_(first)
-        sizes = [len(sample) for sample in samples.values()]
         least, differing = TINY * float(first.norm()), ""
-        for p, a, b in zip(samples, mine.split(sizes), first.split(sizes), strict=True):
+        pairs = zip(mine.split(sizes), first.split(sizes), strict=True)
+        for (parameter, name), (a, b) in zip(self._alike.items(), pairs, strict=True):
+            if parameter in self._compared:
+                continue
             norm, difference = float(b.norm()), float((a - b).norm())
             if difference > max(least, ALIKE * max(norm, float(a.norm()))):
-                differing = differing or self._alike[p]
-            if least < norm < math.inf:  # the same on all ranks, as they have the same `first`
-                del self._alike[p]
+                differing = differing or name
+            if least < norm < math.inf:
+                self._compared.add(parameter)
         return differing
+
+    def _samples(self, averager: GradientAverager) -> tuple[Tensor, list[int]]:
+        """Elements of all gradients of `_alike` side by side, and their number for each gradient.
+
+        Only the parameters decide which elements these are: not which rows of a gradient a rank
+        has, nor whether there is a gradient; without one they are 0. So tensor-parallel ranks can
+        compare them. Collective over `averager.shards`.
+        """
+        steps = {p: -(-p.numel() // SAMPLED) or 1 for p in self._alike}
+        sizes = [-(-p.numel() // step) for p, step in steps.items()]
+        whole = torch.zeros(sum(sizes), dtype=torch.float64, device=next(iter(steps)).device)
+        samples = dict(zip(steps, whole.split(sizes), strict=True))
+        for parameter, part in averager.parts():
+            if parameter in samples:
+                begin, step = averager.begins.get(parameter, 0), steps[parameter]
+                found = part.detach().flatten()[-begin % step :: step]
+                place = -(-begin // step)
+                samples[parameter][place : place + len(found)] = found
+        if averager.shards.group.size > 1:
+            averager.shards.sum_(whole)
+        return whole, sizes
 
     @property
     def completed(self) -> Sequence[Parameter]:

@@ -20,7 +20,7 @@ from hpc_train.errors import UserError
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
-# Results that depend on the shape and the type of a tensor, and not on its numbers.
+# Results that depend on the shape and the type of their first argument, and not on its numbers.
 _FORMS = {*(getattr(torch, name) for name in _LIKE), *(getattr(Tensor, name) for name in _NEW)}
 # The same is true of the second argument of these.
 _AS = {getattr(Tensor, name) for name in ("type_as", "to", "expand_as", "view_as", "reshape_as")}
@@ -29,7 +29,10 @@ _AS = {getattr(Tensor, name) for name in ("type_as", "to", "expand_as", "view_as
 # program may check that numbers are finite.
 _NUMBERS = {
     getattr(Tensor, name)
-    for name in ("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__")
+    for name in (
+        *("item", "tolist", "numpy", "__array__", "__dlpack__"),
+        *("__float__", "__int__", "__index__", "__complex__"),
+    )
 }
 
 
@@ -53,7 +56,8 @@ class Received(Tensor):
             )
         kwargs = kwargs or {}
         result = super().__torch_function__(func, types, args, kwargs)
-        if func in _FORMS or (func in _AS and not isinstance(args[0], Received)):
+        form = func in _FORMS and not depends_on_received((args[1:], kwargs))
+        if form or (func in _AS and not isinstance(args[0], Received)):
             return tree_map(_plain, result)
         written = [kwargs.get("out"), args[0] if args and _in_place(func) else None]
         for tensor in tree_leaves(written):  # torch._foreach_ operations write to lists

@@ -85,8 +85,8 @@ class Cursor:
         entered: whether the first module has got the activation. If the model calls its `forward`
             directly, no hook has run.
         graded: whether the pass computes gradients.
-        outside: the saved buffers that lie in no stage, as `Stages._outside` has them before the
-            part of the pass in which they must not change.
+        outside: the saved buffers in no stage or in stages of several ranks, as `Stages._outside`
+            has them before the part of the pass in which they must not change.
         passages: where the modules lie in the graph.
     """
 
@@ -116,6 +116,12 @@ class Stages:
         self._cursor: Cursor | None = None  # the pass under way, if any
         self._losses_seen = 0
         kept = {position for run in mine for position in run}
+        elsewhere = {
+            id(buffer)
+            for position, name in enumerate(names)
+            if position not in kept
+            for buffer in model.get_submodule(name).buffers()
+        }
         for position, name in enumerate(names):
             if position not in kept:
                 model.set_submodule(name, _Absent(name))
@@ -127,6 +133,15 @@ class Stages:
             module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         inside = {module for name in names for module in model.get_submodule(name).modules()}
         self._between = [(n, m) for n, m in model.named_modules() if m not in inside]
+        self._shared = {
+            f"{name}.{key}": (module, key)
+            for name, module in model.named_modules()
+            for key, buffer in module._buffers.items()
+            if module in inside
+            and id(buffer) in elsewhere
+            and key not in module._non_persistent_buffers_set
+        }
+        """The saved buffers that stages of other ranks have, too: module and key, by name."""
 
     def compute(
         self, virtual_stage: int, activation: Tensor | None, forward: Callable[[], Tensor]
@@ -143,7 +158,8 @@ class Stages:
 
         Raises:
             UserError: the forward pass did not call each of the modules once, in the order of the
-                stages, with a tensor as its first argument. Or it changes a buffer outside of them.
+                stages, with a tensor as its first argument. Or it changes a buffer outside of them,
+                or one that stages of several ranks share.
         """
         cursor = Cursor(self.runs[virtual_stage], activation)
         cursor.passages.wanted = cursor.graded and self._losses_seen < LOSSES_SEEN
@@ -273,19 +289,28 @@ class Stages:
                 )
 
     def _outside(self) -> dict[str, tuple[Tensor, int]]:
-        """The saved buffers that lie in no stage, each with the number of its changes."""
-        return {
-            f"{name}.{key}" if name else key: (buffer, buffer._version)
+        """The saved buffers in no stage or in stages of several ranks, with counts of changes."""
+        found = {
+            f"{name}.{key}" if name else key: buffer
             for name, module in self._between
             for key, buffer in module._buffers.items()
-            if buffer is not None and key not in module._non_persistent_buffers_set
+            if key not in module._non_persistent_buffers_set
         }
+        found |= {name: module._buffers.get(key) for name, (module, key) in self._shared.items()}
+        return {n: (buffer, buffer._version) for n, buffer in found.items() if buffer is not None}
 
     def _check_outside(self, cursor: Cursor) -> None:
-        """Refuse changes of buffers that the first rank, which saves them, does not make once."""
+        """Refuse changes of buffers that the rank which saves them does not make once."""
         now = self._outside()
         for name, (buffer, version) in (cursor.outside or {}).items():
             if name not in now or now[name][0] is not buffer or now[name][1] != version:
+                if name in self._shared:
+                    raise UserError(
+                        f"the forward pass changes buffer {name}, which stages of several pipeline "
+                        "ranks share, so each rank would have another value",
+                        "give each of these stages a module of its own, or use a smaller "
+                        "parallel.pp",
+                    )
                 raise UserError(
                     f"the forward pass changes buffer {name}, which is in none of the model's "
                     "stages, so checkpoints would hold a wrong value",

@@ -100,6 +100,15 @@ class TestEveryImplementation:
         assert torch.equal(gathered, expected.expand(2, -1))
         assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in sent)
 
+    def test_one_element_of_a_larger_tensor(self, join):
+        over = join()
+        last = over.group.size - 1
+        mine = torch.full((1, 4), over.group.rank + 1.0).t()[1:2]  # (1, 1), with strides (1, 4)
+        gathered = over.start_gather(mine, 1).wait()
+        over.broadcast_(mine, last)
+        assert gathered.tolist() == [[rank + 1.0 for rank in range(last + 1)]]
+        assert mine.tolist() == [[last + 1.0]]
+
     def test_views_that_stand_for_other_numbers_than_memory_has(self, join):
         over = join()
         rank, last = over.group.rank, over.group.size - 1

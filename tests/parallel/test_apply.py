@@ -24,7 +24,6 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.topology import Topology, discover
 from hpc_train.parallel.apply import apply
-from hpc_train.parallel.gradients import LayoutGradients
 from tests.parallel.test_tensor import assert_same
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -335,85 +334,6 @@ def test_what_was_made_and_closed_leaves_nothing_behind(job):
     slack = 2 if "MPICH" in MPI.Get_library_version() else 0
     assert abs(after - before) <= slack
     assert threading.active_count() == threads
-
-
-@pytest.mark.parametrize("small", [0, 1 << 18])
-def test_gradients_of_any_layout_in_memory_are_completed(job, monkeypatch, small):
-    monkeypatch.setattr("hpc_train.parallel.gradients.SMALL", small)
-    rank, seeded = job.world.rank, torch.Generator().manual_seed(5)
-    before = [torch.randn(shape, generator=seeded).double() for shape in [(3, 4), (2, 3, 4, 5), ()]]
-    before[0] = before[0].T
-    before[1] = before[1].to(memory_format=torch.channels_last)
-    parameters = [nn.Parameter(torch.zeros_like(one)) for one in before]
-    for parameter, one in zip(parameters, before, strict=True):
-        parameter.grad = one * (rank + 1)
-    alone = connect(Group())
-    gradients = [parameter.grad for parameter in parameters]
-    whole = LayoutGradients(
-        [], parameters, [], {}, tensor=alone, embedding=connect(job.world), model=alone
-    )
-    whole.complete()
-    ranks = sum(range(1, job.world.size + 1))
-    for parameter, gradient, one in zip(parameters, gradients, before, strict=True):
-        assert parameter.grad is gradient
-        torch.testing.assert_close(gradient, one * ranks, rtol=1e-13, atol=0)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_parameter_without_a_gradient_on_all_ranks_keeps_none(job):
-    unused, used = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    if job.world.rank == 0:
-        used.grad = torch.ones(3)
-    alone = connect(Group())
-    over = connect(job.world)
-    LayoutGradients([unused, used], [], [], {}, tensor=over, embedding=alone, model=over).complete()
-    assert unused.grad is None
-    assert used.grad.tolist() == [1.0] * 3
-
-
-def compared(job, *names):
-    """A layout over all ranks, and an averager, of parameters that all of them have whole."""
-    parameters = [nn.Parameter(torch.ones(50, 100)) for _ in names]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    averager = average_gradients(nn.ParameterList(parameters), optimizer, Group())
-    over = {"tensor": connect(job.world), "embedding": connect(Group()), "model": connect(Group())}
-    alike = dict(zip(parameters, names, strict=True))
-    return LayoutGradients([], [], [], alike, **over), averager, parameters
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("noise", [1e-4, 1.0])
-def test_gradients_that_tensor_parallel_ranks_should_share_are_compared(job, noise):
-    layout, averager, parameters = compared(job, "between.weight", "outside.weight")
-    for factor in (0.0, 1 + noise * job.world.rank):  # the first step may say nothing
-        layout.check_alike(averager, [])
-        averager.zero_grad()
-        sum(p.sum() * f for p, f in zip(parameters, (factor, 2.0), strict=True)).backward()
-        averager.average()
-    if noise < 1 or job.world.rank == 0:  # the others compare with rank 0
-        layout.check_alike(averager, [])
-    else:
-        with pytest.raises(UserError, match="the gradient of between.weight differs"):
-            layout.check_alike(averager, [])
-    averager.close()
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("exact", "noise", "fits"),
-    [(True, 1e-3, True), (True, 0.1, False), (False, 0.01, True), (False, 0.1, False)],
-)
-def test_losses_that_tensor_parallel_ranks_should_share_are_compared(job, exact, noise, fits):
-    layout, averager, (parameter,) = compared(job, "outside.weight")
-    parameter.sum().backward()
-    averager.average()  # gradients for whose comparison ranks wait, and so do not miss each other
-    losses = [torch.tensor(2.0), torch.tensor(1 + 3 * noise * (job.world.rank > 0))]
-    if fits or job.world.rank == 0:
-        layout.check_alike(averager, losses, exact=exact)
-    else:
-        with pytest.raises(UserError, match=r"the loss differs between the ranks of parallel\.tp"):
-            layout.check_alike(averager, losses, exact=exact)
-    averager.close()
 
 
 def adapted(seed=0):

@@ -182,6 +182,8 @@ def test_a_forward_pass_that_does_not_match_the_stages_is_refused(how, says, ran
 def written(how, numbers):
     """A tensor that was made before, and to which an operation has written some numbers."""
     found = torch.zeros(numbers.shape).double()
+    if how == "full":
+        return torch.full_like(numbers, numbers.mean())
     if how == "out":
         torch.add(numbers, 0, out=found)
     else:
@@ -213,7 +215,7 @@ class Skipping(User):
                     same = h = h.clone()
                     h += first
                     h = same
-                case "out" | "list":
+                case "out" | "list" | "full":
                     shift = written(self.how, first.detach())
                 case "argument":
                     shift = first.mean()
@@ -241,6 +243,7 @@ class Skipping(User):
         ("argument", r"stage middle\.\d"),
         ("out", r"stage middle\.\d"),
         ("list", r"stage middle\.\d"),
+        ("full", r"stage middle\.\d"),
         ("kept", r"stage middle\.\d"),
         ("view", r"stage middle\.\d"),
         ("loss", "the end of the forward pass"),
@@ -314,19 +317,54 @@ def test_buffers_that_change_between_stages_are_refused(ranks):
         passed_on(parts(Counting(lambda: nn.BatchNorm1d(8, affine=False)), ranks), 1, x)
 
 
+class Sharing(User):
+    """Its first and its last stage have one module with a buffer."""
+
+    def __init__(self, shared):
+        super().__init__()
+        layers = [nn.Linear(n, m).double() for n, m in ((3, 3), (8, 3))]
+        self.first, self.last = (nn.Sequential(layer, shared) for layer in layers)
+        self.middle = nn.ModuleList(Scaled(3, 8) for _ in range(1)).double()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_buffers_that_stages_of_several_ranks_share_must_not_change(ranks):
+    x = torch.randn(5, 3).double()
+    constant = nn.BatchNorm1d(3, affine=False).double().eval()
+    model = Sharing(constant)
+    assert torch.equal(passed_on(parts(model, ranks), 1, x), model(x))
+    changing = nn.BatchNorm1d(3, affine=False).double()
+    if ranks == 1:
+        passed_on(parts(Sharing(changing), ranks), 1, x)
+    else:
+        with pytest.raises(
+            UserError, match=r"changes buffer first\.1\.\w+, which stages of several"
+        ):
+            passed_on(parts(Sharing(changing), ranks), 1, x)
+
+
 class Taking(Skipping):
     """Takes numbers out of the result of its first stage."""
 
     def forward(self, x):
         h = self.first(x)
         assert torch.isfinite(h).all()
-        number = float(h.detach().mean()) if self.how == "float" else h.detach().numpy().mean()
+        numbers = h.detach()
+        match self.how:
+            case "float":
+                number = float(numbers.mean())
+            case "array":
+                number = numbers.numpy().mean()
+            case "dlpack":
+                number = torch.from_dlpack(numbers).mean()
         for layer in self.middle:
             h = layer(h, x.sum(), shift=x.sum())
         return self.last(h).square().mean() * number
 
 
-@pytest.mark.parametrize(("how", "call"), [("float", "__float__"), ("array", "numpy")])
+@pytest.mark.parametrize(
+    ("how", "call"), [("float", "__float__"), ("array", "numpy"), ("dlpack", "__dlpack__")]
+)
 def test_numbers_from_a_result_that_skips_a_rank_are_refused(how, call):
     model, x = Taking(how), torch.randn(2, 3).double()
     with pytest.raises(UserError, match=rf"takes numbers \({call}\) from the result of a stage"):
