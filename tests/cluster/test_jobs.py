@@ -69,6 +69,19 @@ def test_cancel_ends_a_job_for_good(up, program):
     assert "STOP is there" in again
 
 
+def test_export_none_holds_for_each_job_and_keeps_nothing_from_the_ranks(up, tmp_path):
+    start = hpc_train("submit", "--scheduler", "slurm", "--nodes", "2", "--ranks_per_node", "1")
+    options = ["--requeue_by", "submit", "--directive", "--export=NONE", "--run.dir", "run"]
+    program = 'echo "rank: $MINE $OTHER"; test "$HPC_TRAIN_QUEUED" || exit 75'
+    words = [*start, *options, "--setup", "export MINE=mine", "--", "sh", "-c", program]
+    done = up.run(words, cwd=tmp_path, environ={**LAUNCHED, "OTHER": "other"})
+    assert done.returncode == 0, done.stderr
+    assert up.wait(int(done.stdout)) == "COMPLETED"
+    wait_until(lambda: not up.run(["squeue", "--noheader"]).stdout)
+    printed = "".join(path.read_text() for path in (tmp_path / "run").glob("*.out"))
+    assert printed.count("rank: mine \n") == 4, printed
+
+
 def test_a_run_has_one_job_which_cancel_now_ends(up, program):
     endless = ["--run.steps", "1000000", "--checkpoint.every", "0"]
     folder = str(program.root / "one")
