@@ -143,13 +143,15 @@ def list_request(request: StageRequest, folder: Path) -> Listing:
             )
     moved = environment.ENVIRONMENT if request.environment else ""
     found = list_folders(folders, folder, moved)
-    script = environment.activation(folder, request.environment).encode()
-    item = Item(environment.ACTIVATE, stat.S_IFREG | 0o644, 0, len(script))
-    return replace(
-        found,
-        items=[*found.items, item],
-        rewritten={**found.rewritten, item.path: script},
-    )
+    made = {
+        environment.ACTIVATE: (0o644, environment.activation(folder, request.environment)),
+        environment.REMOVE: (0o755, environment.remover(folder)),
+    }
+    scripts = {name: os.fsencode(text) for name, (_, text) in made.items()}
+    items = [
+        Item(name, stat.S_IFREG | mode, 0, len(scripts[name])) for name, (mode, _) in made.items()
+    ]
+    return replace(found, items=[*found.items, *items], rewritten={**found.rewritten, **scripts})
 
 
 def _tell_what_is_missing(request: StageRequest, found: Listing) -> None:

@@ -143,14 +143,21 @@ from_copy() { # PROGRAM: where its copy is
         *) type -P "$1" || echo "$1" ;;
     esac
 }
+remover= # what removes the copies when the job is ended
 remove_copies() { # SECONDS
     trap - EXIT
-    timeout -s KILL "$1" "${stage_launcher[@]}" "${stage[@]}" --clean
+#% block left_alone %#
+#% endblock %#
+    timeout -s KILL "$1" "${stage_launcher[@]}" "${stage[@]}" --clean && return
+    rm -rf "$copies"
+    echo "the copies are removed from this node only: $copies may still be on the job's other nodes"
 }
 if [ -z "$signalled" ]; then
     copies=$("${stage[@]}" --where) || fail staging
     trap 'remove_copies 60' EXIT
     if "${stage_launcher[@]}" "${stage[@]}"; then
+#% block remover %#
+#% endblock %#
         # shellcheck source=/dev/null
         . "$copies/activate"
         command[0]=$(from_copy "${command[0]}")

@@ -76,6 +76,16 @@ if [ -n "$no_kill" ] && [ "$requeue_by" != never ] && [ "$count" -lt "$max_reque
     watch >/dev/null 2>&1 &
 fi
 #% endblock %#
+#% block left_alone %#
+    [ -z "$remover" ] || [ -z "$terminated" ] || return # SLURM may start no step now
+#% endblock %#
+#% block remover %#
+        # SLURM starts no step while it ends a job. This one waits on each node, and removes the copy then.
+        srun --overlap --mpi=none --mem=0 --no-kill --nodes="$SLURM_JOB_NUM_NODES" \
+            --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 \
+            --output=none --error=none "$copies/remove_at_end" >/dev/null 2>&1 &
+        remover=$!
+#% endblock %#
 #% block again %#
 again_by=("$sbatch" --export="$exported" ${task:+--array="$task"} "$script")
 spell "${again_by[@]}"

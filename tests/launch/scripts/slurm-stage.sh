@@ -221,14 +221,23 @@ from_copy() { # PROGRAM: where its copy is
         *) type -P "$1" || echo "$1" ;;
     esac
 }
+remover= # what removes the copies when the job is ended
 remove_copies() { # SECONDS
     trap - EXIT
-    timeout -s KILL "$1" "${stage_launcher[@]}" "${stage[@]}" --clean
+    [ -z "$remover" ] || [ -z "$terminated" ] || return # SLURM may start no step now
+    timeout -s KILL "$1" "${stage_launcher[@]}" "${stage[@]}" --clean && return
+    rm -rf "$copies"
+    echo "the copies are removed from this node only: $copies may still be on the job's other nodes"
 }
 if [ -z "$signalled" ]; then
     copies=$("${stage[@]}" --where) || fail staging
     trap 'remove_copies 60' EXIT
     if "${stage_launcher[@]}" "${stage[@]}"; then
+        # SLURM starts no step while it ends a job. This one waits on each node, and removes the copy then.
+        srun --overlap --mpi=none --mem=0 --no-kill --nodes="$SLURM_JOB_NUM_NODES" \
+            --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 \
+            --output=none --error=none "$copies/remove_at_end" >/dev/null 2>&1 &
+        remover=$!
         # shellcheck source=/dev/null
         . "$copies/activate"
         command[0]=$(from_copy "${command[0]}")
