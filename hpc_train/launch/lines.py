@@ -19,7 +19,8 @@ from hpc_train.launch.left_behind import step_name
 from hpc_train.mpi.environment import YIELD, for_launcher, without_launcher
 
 # Open MPI passes variables to ranks on other hosts only if its line names them. Ours does not
-# name these, which belong to this host, shell, session or job. Open MPI passes its settings by itself.
+# name these, which belong to this host, shell, session or job. Open MPI passes its own settings
+# by itself.
 OF_THIS_HOST = re.compile(
     r"_|(SLURM|SLURMD|SRUN|SBATCH|PBS|LSB|LSF|LS|FLUX|K_MPI|OMPI|PMI|PMIX|PRTE|SSH|XDG|DBUS)_"
     r"|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|TERM|DISPLAY|XAUTHORITY|KRB5CCNAME|TMUX|TMUX_PANE|STY)$"

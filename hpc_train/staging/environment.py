@@ -21,7 +21,7 @@ VENV = "pyvenv.cfg"
 # installed (KillWait). Until then ranks may save, and load what they need for it from the copies.
 # In the grace time of a preemption SIGKILL comes much later, so SLURM is asked.
 _REMOVE = """#!/bin/sh
-# Removes the copies from this node when SLURM ends the job. Start it on each node, in the background:
+# Removes the copies from this node when SLURM ends the job. Start it on each node.
 #   srun --overlap --mem=0 --ntasks-per-node=1 {program} &
 # Do this before {activate} is read. What has read that file uses the copies.
 folder={folder}

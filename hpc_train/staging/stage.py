@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import signal
 import stat
 import time
@@ -122,7 +123,9 @@ def list_request(request: StageRequest, folder: Path) -> Listing:
         environment.check_environment(request.environment)
         folders[environment.ENVIRONMENT] = request.environment
     for path in request.data:
-        name = f"{DATA}/{path.resolve().name}"
+        # A symbolic link gives the copy its own name, but `data/..` is another folder.
+        named = path.resolve() if path.name in ("", "..") else path
+        name = f"{DATA}/{named.name}"
         if not path.is_dir():
             raise UserError(f"{path} is not a folder", "give --data the folder of a data set")
         if name in folders:
@@ -266,9 +269,11 @@ def _check_own_disk(levels: Levels, folder: Path) -> None:
     Raises:
         UserError: a node cannot make the folder, or shares it; raised on all ranks.
     """
-    works, probe = levels.node.rank == 0, folder / SHARED_PROBE
+    works = levels.node.rank == 0
     first = works and levels.cross.rank == 0
-    host = levels.whole.from_first(lambda: levels.whole.host)
+    # A random name, as a probe of a call that was killed may have been left there.
+    host, mark = levels.whole.from_first(lambda: (levels.whole.host, secrets.token_hex(8)))
+    probe = folder / f"{SHARED_PROBE}-{mark}"
     with _settled(levels):
         if works:
             copy.make_folder(folder)
