@@ -22,7 +22,9 @@ from hpc_train.errors import UserError
 
 READERS = 8  # threads: over a network most of the time of a call is waiting
 SCRIPT_BYTES = 1 << 20  # no script is longer
-LINE_BYTES = 127  # of a script's first line, which Linux before 5.1 reads; pip keeps to it, too
+FIRST_LINE_BYTES = (
+    127  # of a script's first line, which Linux before 5.1 reads; pip keeps to it, too
+)
 # Python writes a new .pyc file under such a name first, and it may be gone the next moment.
 UNFINISHED = re.compile(r"\.pyc\.\d+$")
 
@@ -237,7 +239,7 @@ def _startable(text: bytes, own: re.Pattern[bytes], copy: bytes) -> bytes:
             continue
         program = own.sub(lambda _: copy, found[1])
         quoted = os.fsencode(shlex.quote(os.fsdecode(program)))
-        too_long = found is line and len(found[0]) - len(found[1]) + len(program) > LINE_BYTES
+        too_long = found is line and len(found[0]) - len(found[1]) + len(program) > FIRST_LINE_BYTES
         if quoted != program or too_long:
             start = b"#!/bin/sh\n'''exec' " + quoted + found[3] + rest + b"\n"
             return start + text[found.end() :]
