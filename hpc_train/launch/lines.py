@@ -24,7 +24,8 @@ from hpc_train.mpi.environment import YIELD, for_launcher, without_launcher
 OF_THIS_HOST = re.compile(
     r"_|(SLURM|SLURMD|SRUN|SBATCH|PBS|LSB|LSF|LS|FLUX|K_MPI|OMPI|PMI|PMIX|PRTE|SSH|XDG|DBUS)_"
     r"|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|TERM|DISPLAY|XAUTHORITY|KRB5CCNAME|TMUX|TMUX_PANE|STY)$"
-    r"|(TMPDIR|TMP|TEMP|(CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK)$"
+    r"|(TMPDIR|TMP|TEMP)$"
+    r"|((CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK)$"
 )
 # A host whose link is dead cannot even close its connections. Without these settings mpirun, in
 # version 4 and 5, believes for minutes that it is alive; with them for 3 + 3 x 2 = 9 seconds.
