@@ -95,6 +95,7 @@ def launch(request: LaunchRequest) -> int:
     warm = warm_start.variables(full, request.restarts, cold=cold)
     command = warm_start.warm_command(command, warm)
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **warm}
+    variables |= _passing_all(allocation)
     container = _container(request, config, file)
     job = LaunchedJob(command, ranks, used, cores, threads, variables, container=container)
     # Kubernetes restarts a launcher that exits with any other code than 0.
@@ -133,6 +134,11 @@ def launch(request: LaunchRequest) -> int:
             return supervisor.run()
         finally:
             warm_start.dismiss_servers(warm)
+
+
+def _passing_all(allocation: Allocation | None) -> dict[str, str]:
+    """What has srun pass all variables to the ranks, also in a job of `sbatch --export=NONE`."""
+    return {"SLURM_EXPORT_ENV": "ALL"} if allocation and allocation.scheduler == "slurm" else {}
 
 
 def _launcher(request: LaunchRequest, allocation: Allocation | None) -> FoundLauncher:

@@ -7,6 +7,7 @@ HPE's PALS, srun(1) of Slurm, flux-run(1) of Flux, OLCF's pages on jsrun, and `h
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,17 @@ from hpc_train.errors import UserError
 from hpc_train.launch.containers import Container
 from hpc_train.launch.hosts import Host, compress
 from hpc_train.launch.left_behind import step_name
-from hpc_train.mpi.environment import YIELD, for_launcher
+from hpc_train.mpi.environment import YIELD, for_launcher, without_launcher
 
-# Variables that Open MPI passes to ranks on other hosts only if its line names them.
-FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
-PREFIXES = ("HPC_TRAIN_", "HOROVOD_", "NCCL_", "TORCH_")
+# Open MPI passes variables to ranks on other hosts only if its line names them. Ours does not
+# name these, which belong to this host, shell, session or job. Open MPI passes its own settings
+# by itself.
+OF_THIS_HOST = re.compile(
+    r"_|(SLURM|SLURMD|SRUN|SBATCH|PBS|LSB|LSF|LS|FLUX|K_MPI|OMPI|PMI|PMIX|PRTE|SSH|XDG|DBUS)_"
+    r"|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|TERM|DISPLAY|XAUTHORITY|KRB5CCNAME|TMUX|TMUX_PANE|STY)$"
+    r"|(TMPDIR|TMP|TEMP)$"
+    r"|((CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK)$"
+)
 # A host whose link is dead cannot even close its connections. Without these settings mpirun, in
 # version 4 and 5, believes for minutes that it is alive; with them for 3 + 3 x 2 = 9 seconds.
 KEEPALIVE = {
@@ -93,9 +100,12 @@ class LaunchedJob:
 
     @property
     def forwarded(self) -> list[str]:
-        """Names of the variables that ranks on other hosts need."""
-        present = {name for name in os.environ if name in FORWARDED or name.startswith(PREFIXES)}
-        return sorted(present | set(self.environ))
+        """Names of the variables that ranks on other hosts get from here."""
+        present = without_launcher(os.environ)
+        return sorted(
+            {name for name in present if name.isidentifier() and not OF_THIS_HOST.match(name)}
+            | set(self.environ)
+        )
 
     def blocks(self, launcher: str) -> str:
         """The hosts' names, for a launcher that puts `per_host` ranks on one host after the other.

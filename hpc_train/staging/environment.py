@@ -12,9 +12,38 @@ from hpc_train.errors import UserError
 
 ENVIRONMENT = "environment"  # the folder of its copy
 ACTIVATE = "activate"  # the script for job scripts
+REMOVE = "remove_at_end"  # the program that removes a node's copies when SLURM ends the job
 STAGED = "HPC_TRAIN_STAGED"  # the variable with the folder of the copies
 CONDA = "conda-meta"
 VENV = "pyvenv.cfg"
+
+# SLURM sends SIGTERM to all steps of a job that it ends, and SIGKILL 30 seconds later as it is
+# installed (KillWait). Until then ranks may save, and load what they need for it from the copies.
+# In the grace time of a preemption SIGKILL comes much later, so SLURM is asked.
+_REMOVE = """#!/bin/sh
+# Removes the copies from this node when SLURM ends the job. Start it on each node.
+#   srun --overlap --mem=0 --ntasks-per-node=1 {program} &
+# Do this before {activate} is read. What has read that file uses the copies.
+folder={folder}
+cd / || exit
+end=
+trap '' HUP INT USR1 USR2
+trap 'end=1' TERM
+until [ "$end" ]; do
+    sleep 86400 &
+    wait $!
+done
+tries=0
+while grep -qszxF "{staged}=$folder" /proc/[0-9]*/environ; do
+    tries=$((tries + 1))
+    if [ $((tries % 30)) -eq 0 ] &&
+        [ "$(timeout 5 squeue -h -j "$SLURM_JOB_ID" -o %T)" = COMPLETING ]; then
+        break # SIGKILL comes soon
+    fi
+    sleep 0.5
+done
+rm -rf "$folder"
+"""
 
 
 def own_environment() -> Path | None:
@@ -61,6 +90,23 @@ def _settings(path: Path) -> dict[str, str]:
         return {}
     lines = (line.partition("=") for line in (path / VENV).read_text(encoding="utf-8").splitlines())
     return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def remover(folder: Path) -> str:
+    """The text of the program that removes a node's copies when SLURM ends the job.
+
+    Args:
+        folder: the folder of the copies.
+    """
+    program, activate, quoted = (
+        shlex.quote(str(path)) for path in (folder / REMOVE, folder / ACTIVATE, folder)
+    )
+    return (
+        _REMOVE.replace("{program}", program)
+        .replace("{activate}", activate)
+        .replace("{folder}", quoted)
+        .replace("{staged}", STAGED)
+    )
 
 
 def activation(folder: Path, environment: Path | None) -> str:

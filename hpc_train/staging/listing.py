@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -21,6 +22,9 @@ from hpc_train.errors import UserError
 
 READERS = 8  # threads: over a network most of the time of a call is waiting
 SCRIPT_BYTES = 1 << 20  # no script is longer
+FIRST_LINE_BYTES = (
+    127  # of a script's first line, which Linux before 5.1 reads; pip keeps to it, too
+)
 # Python writes a new .pyc file under such a name first, and it may be gone the next moment.
 UNFINISHED = re.compile(r"\.pyc\.\d+$")
 
@@ -197,7 +201,7 @@ def _rewritten(
 
     Their first lines name the Python that runs them. Without this, they would run the original.
     """
-    source = folders[moved]
+    source, copy = folders[moved], os.fsencode(target / moved)
     names = {os.fsencode(source), os.fsencode(source.resolve())}
     own = re.compile(
         rb"(?<![\w./-])(?:%s)(?![\w.-])" % b"|".join(re.escape(name) for name in names)
@@ -210,7 +214,7 @@ def _rewritten(
             if begin != b"#!" and not item.path.startswith(f"{moved}/bin/activate"):
                 return item.path, b""
             text = begin + file.read()
-        made = own.sub(lambda _: os.fsencode(target / moved), text)
+        made = own.sub(lambda _: copy, _startable(text, own, copy))
         return item.path, made if made != text else b""
 
     candidates = [
@@ -220,6 +224,26 @@ def _rewritten(
         return {path: text for path, text in pool.map(script, candidates) if text}
     except OSError as error:
         raise unreadable(error) from None
+
+
+def _startable(text: bytes, own: re.Pattern[bytes], copy: bytes) -> bytes:
+    """A script of Python, begun in pip's way if the kernel could not run it with the copy's name.
+
+    The kernel splits the first line at blanks, and cuts off what is longer than a limit. So a shell
+    starts Python then. To Python the shell's line is a text that nothing uses.
+    """
+    line = re.match(rb"#![ \t]*((%s)/\S*/?python[\d.]*)([^\n]*)\n" % own.pattern, text)
+    shell = re.match(rb"#!/bin/sh\n'''exec' ((%s)/[^\s'\"]+)([^\n]*)\n" % own.pattern, text)
+    for found, rest in ((line, b" \"$0\" \"$@\"\n' '''"), (shell, b"")):
+        if found is None:
+            continue
+        program = own.sub(lambda _: copy, found[1])
+        quoted = os.fsencode(shlex.quote(os.fsdecode(program)))
+        too_long = found is line and len(found[0]) - len(found[1]) + len(program) > FIRST_LINE_BYTES
+        if quoted != program or too_long:
+            start = b"#!/bin/sh\n'''exec' " + quoted + found[3] + rest + b"\n"
+            return start + text[found.end() :]
+    return text
 
 
 def unreadable(error: OSError) -> UserError:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import signal
 import stat
 import time
@@ -122,7 +123,9 @@ def list_request(request: StageRequest, folder: Path) -> Listing:
         environment.check_environment(request.environment)
         folders[environment.ENVIRONMENT] = request.environment
     for path in request.data:
-        name = f"{DATA}/{path.resolve().name}"
+        # A symbolic link gives the copy its own name, but `data/..` is another folder.
+        named = path.resolve() if path.name in ("", "..") else path
+        name = f"{DATA}/{named.name}"
         if not path.is_dir():
             raise UserError(f"{path} is not a folder", "give --data the folder of a data set")
         if name in folders:
@@ -143,13 +146,15 @@ def list_request(request: StageRequest, folder: Path) -> Listing:
             )
     moved = environment.ENVIRONMENT if request.environment else ""
     found = list_folders(folders, folder, moved)
-    script = environment.activation(folder, request.environment).encode()
-    item = Item(environment.ACTIVATE, stat.S_IFREG | 0o644, 0, len(script))
-    return replace(
-        found,
-        items=[*found.items, item],
-        rewritten={**found.rewritten, item.path: script},
-    )
+    made = {
+        environment.ACTIVATE: (0o644, environment.activation(folder, request.environment)),
+        environment.REMOVE: (0o755, environment.remover(folder)),
+    }
+    scripts = {name: os.fsencode(text) for name, (_, text) in made.items()}
+    items = [
+        Item(name, stat.S_IFREG | mode, 0, len(scripts[name])) for name, (mode, _) in made.items()
+    ]
+    return replace(found, items=[*found.items, *items], rewritten={**found.rewritten, **scripts})
 
 
 def _tell_what_is_missing(request: StageRequest, found: Listing) -> None:
@@ -264,9 +269,11 @@ def _check_own_disk(levels: Levels, folder: Path) -> None:
     Raises:
         UserError: a node cannot make the folder, or shares it; raised on all ranks.
     """
-    works, probe = levels.node.rank == 0, folder / SHARED_PROBE
+    works = levels.node.rank == 0
     first = works and levels.cross.rank == 0
-    host = levels.whole.from_first(lambda: levels.whole.host)
+    # A random name, as a probe of a call that was killed may have been left there.
+    host, mark = levels.whole.from_first(lambda: (levels.whole.host, secrets.token_hex(8)))
+    probe = folder / f"{SHARED_PROBE}-{mark}"
     with _settled(levels):
         if works:
             copy.make_folder(folder)

@@ -66,7 +66,8 @@ fail() { # WHAT HAS FAILED
 # setup may change settings of this script: those of own_settings, if it does not export them.
 own_folder=$PWD
 own_names=(run_dir all command launcher stage stage_launcher environment requeue_by max_requeues script notice no_kill
-    walltime output task job own child line stalled next why resume_by count code stop copies before waiting name)
+    walltime output task job own child line stalled next why resume_by count code stop copies before waiting name
+    exported)
 own_settings=" command launcher requeue_by max_requeues notice no_kill "
 #% if commands %#
 own_names+=(#= commands|join(" ") =#)
@@ -142,14 +143,21 @@ from_copy() { # PROGRAM: where its copy is
         *) type -P "$1" || echo "$1" ;;
     esac
 }
+remover= # what removes the copies when the job is ended
 remove_copies() { # SECONDS
     trap - EXIT
-    timeout -s KILL "$1" "${stage_launcher[@]}" "${stage[@]}" --clean
+#% block left_alone %#
+#% endblock %#
+    timeout -s KILL "$1" "${stage_launcher[@]}" "${stage[@]}" --clean && return
+    rm -rf "$copies"
+    echo "the copies are removed from this node only: $copies may still be on the job's other nodes"
 }
 if [ -z "$signalled" ]; then
     copies=$("${stage[@]}" --where) || fail staging
     trap 'remove_copies 60' EXIT
     if "${stage_launcher[@]}" "${stage[@]}"; then
+#% block remover %#
+#% endblock %#
         # shellcheck source=/dev/null
         . "$copies/activate"
         command[0]=$(from_copy "${command[0]}")

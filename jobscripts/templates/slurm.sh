@@ -12,6 +12,13 @@ fi
 #% endblock %#
 #% block signals %#
 unset HPC_TRAIN_DEADLINE # may be that of the job that has queued this one
+exported=${SLURM_EXPORT_ENV:-ALL} # what `sbatch --export` has named for this job
+export SLURM_EXPORT_ENV=ALL       # srun would pass only the same to the ranks
+case $exported in # the same for the next job, and what that one has to know
+    ALL | ALL,* | *HPC_TRAIN_QUEUED) ;;
+    NONE | NIL) exported=HPC_TRAIN_QUEUED ;;
+    *) exported+=,HPC_TRAIN_QUEUED ;;
+esac
 if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
     SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
     SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:+$(date +%s -d "$SLURM_JOB_END_TIME" 2>/dev/null)}
@@ -69,8 +76,18 @@ if [ -n "$no_kill" ] && [ "$requeue_by" != never ] && [ "$count" -lt "$max_reque
     watch >/dev/null 2>&1 &
 fi
 #% endblock %#
+#% block left_alone %#
+    [ -z "$remover" ] || [ -z "$terminated" ] || return # SLURM may start no step now
+#% endblock %#
+#% block remover %#
+        # SLURM starts no step while it ends a job. This one waits on each node, and removes the copy then.
+        srun --overlap --mpi=none --mem=0 --no-kill --nodes="$SLURM_JOB_NUM_NODES" \
+            --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 \
+            --output=none --error=none "$copies/remove_at_end" >/dev/null 2>&1 &
+        remover=$!
+#% endblock %#
 #% block again %#
-again_by=("$sbatch" --export=ALL ${task:+--array="$task"} "$script")
+again_by=("$sbatch" --export="$exported" ${task:+--array="$task"} "$script")
 spell "${again_by[@]}"
 #% endblock %#
 #% block ask %#

@@ -211,6 +211,8 @@ def test_it_says_that_ranks_are_not_bound(cores, environ, told):
     done = run(*hpc_train("launch", *words), environ={"OMP_NUM_THREADS": "2", **environ})
     assert told in done.stderr
     assert ("ranks are not bound to cores" in done.stderr) == bool(told)
+    in_slurm = "SLURM_JOB_NODELIST" in environ
+    assert ("SLURM_EXPORT_ENV=ALL" in done.stdout) == in_slurm, "for jobs of --export=NONE"
 
 
 @pytest.mark.parametrize(

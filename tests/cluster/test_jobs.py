@@ -69,6 +69,45 @@ def test_cancel_ends_a_job_for_good(up, program):
     assert "STOP is there" in again
 
 
+def test_export_none_holds_for_each_job_and_keeps_nothing_from_the_ranks(up, tmp_path):
+    start = hpc_train("submit", "--scheduler", "slurm", "--nodes", "2", "--ranks_per_node", "1")
+    options = ["--requeue_by", "submit", "--directive", "--export=NONE", "--run.dir", "run"]
+    program = 'echo "rank: $MINE $OTHER"; test "$HPC_TRAIN_QUEUED" || exit 75'
+    words = [*start, *options, "--setup", "export MINE=mine", "--", "sh", "-c", program]
+    done = up.run(words, cwd=tmp_path, environ={**LAUNCHED, "OTHER": "other"})
+    assert done.returncode == 0, done.stderr
+    assert up.wait(int(done.stdout)) == "COMPLETED"
+    wait_until(lambda: not up.run(["squeue", "--noheader"]).stdout)
+    printed = "".join(path.read_text() for path in (tmp_path / "run").glob("*.out"))
+    assert printed.count("rank: mine \n") == 4, printed
+
+
+STAGES = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output=out
+srun --mpi=pmix hpc-train stage --environment none --data data --to /dev/shm
+srun --overlap --mem=0 "/dev/shm/hpc_train-$SLURM_JOB_ID/remove_at_end" &
+. "/dev/shm/hpc_train-$SLURM_JOB_ID/activate"
+srun sh -c 'trap "sleep 1; ls $HPC_TRAIN_STAGED/data/data; exit" TERM; echo started
+    while :; do sleep 0.1; done'
+"""
+
+
+def test_a_cancelled_job_keeps_its_copies_while_ranks_use_them_and_no_longer(up, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/shard").touch()
+    write_script(tmp_path / "job.sh", STAGES)
+    job = up.submit(tmp_path / "job.sh")
+    out = tmp_path / "out"
+    wait_until(lambda: out.exists() and out.read_text().count("started") == 2)
+    hosts_of = ["node1", "node2"]
+    copies = ["ls", f"/dev/shm/hpc_train-{job}/remove_at_end"]
+    assert [up.cluster.on(host, copies).returncode for host in hosts_of] == [0, 0]
+    assert up.run(["scancel", str(job)]).returncode == 0
+    assert up.wait(job) == "CANCELLED"
+    assert out.read_text().count("shard\n") == 2, out.read_text()
+    assert not any("hpc_train" in up.cluster.on(h, ["ls", "/dev/shm"]).stdout for h in hosts_of)
+
+
 def test_a_run_has_one_job_which_cancel_now_ends(up, program):
     endless = ["--run.steps", "1000000", "--checkpoint.every", "0"]
     folder = str(program.root / "one")

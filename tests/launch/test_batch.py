@@ -379,6 +379,13 @@ def test_the_copies_are_removed_before_slurm_requeues_the_job(tmp_path):
     assert "end 1999999990\n" in done.stdout, "there is time for it"
 
 
+def test_a_job_says_which_copies_it_could_not_remove(shell):
+    stages = STAGES.replace("rm -r copies;", "exit 1;")
+    done = shell.run("true", staging=replace(STAGING, launcher=["bash", "-c", stages]))
+    assert "copies may still be on the job's other nodes" in done.stdout
+    assert not (shell.folder / "copies").exists()
+
+
 def test_copies_that_cannot_be_removed_soon_do_not_keep_slurm_from_requeueing(tmp_path):
     """After its time limit a job is killed soon, 30 seconds later as SLURM is installed."""
     shell = Shell(tmp_path, "slurm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -86,10 +87,24 @@ def test_ranks_are_not_bound_where_cores_are_too_few_or_hosts_uneven(fields):
 
 
 def test_ranks_on_other_hosts_get_the_variables(monkeypatch):
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
-    text = str(line("open_mpi", environ={"OMP_NUM_THREADS": "2"}))
-    assert "-x HOROVOD_CYCLE_TIME" in text
-    assert "-x OMP_NUM_THREADS" in text
+    given = ("HOROVOD_CYCLE_TIME", "HF_HOME", "DATA", "SECRET")
+    own = (
+        "HOSTNAME",
+        "SHLVL",
+        "TMPDIR",
+        "SSH_TTY",
+        "SLURM_PROCID",
+        "PBS_JOBID",
+        "OMPI_ARGV",
+        "a b",
+    )
+    for name in (*given, *own, "PALS_RANKID", "BASH_FUNC_module%%", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "hidden")
+    words = line("open_mpi", environ={"OMP_NUM_THREADS": "2"}).words
+    named = {b for a, b in pairwise(words) if a == "-x"}
+    assert named >= {*given, "OMP_NUM_THREADS", "PATH"}
+    assert not named & {*own, "PALS_RANKID", "BASH_FUNC_module%%", "CUDA_VISIBLE_DEVICES"}
+    assert "hidden" not in " ".join(words), "all users of a host see the line"
     assert "-x" not in line("open_mpi", hosts=[]).words
 
 

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
-from hpc_train.staging.environment import activation, stays_behind
+from hpc_train.staging.environment import activation, remover, stays_behind
+from tests.waiting import PATIENCE, wait_until
 
 SETTINGS = "home = {home}\ninclude-system-site-packages = {system}\nversion = 3.11.7\n"
 
@@ -31,6 +35,26 @@ def test_what_an_environment_loads_from_elsewhere_is_said(tmp_path):
 def test_a_conda_environment_has_all_it_needs(tmp_path):
     (tmp_path / "conda-meta").mkdir()
     assert [*stays_behind(tmp_path)] == []
+
+
+def test_copies_are_removed_on_sigterm_once_nothing_uses_them(tmp_path):
+    folder = tmp_path / "copies of a [job]"
+    folder.mkdir()
+    (folder / "remove_at_end").write_text(remover(folder))
+    using = {**os.environ, "HPC_TRAIN_STAGED": str(folder)}
+    with (
+        subprocess.Popen(["sleep", "60"], env=using) as user,
+        subprocess.Popen(["sh", str(folder / "remove_at_end")], process_group=0) as removing,
+    ):
+        shell = Path(f"/proc/{removing.pid}/task/{removing.pid}/children")
+        wait_until(shell.read_text)  # it waits for SIGTERM
+        os.killpg(removing.pid, signal.SIGUSR1)
+        os.killpg(removing.pid, signal.SIGTERM)
+        time.sleep(0.3)
+        assert folder.exists()
+        user.kill()
+        assert removing.wait(PATIENCE) == 0
+    assert not folder.exists()
 
 
 def test_the_script_changes_the_shells_environment(tmp_path):

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from hpc_train.errors import UserError
 from hpc_train.staging.listing import list_folders
+from tests.programs import run
 
 
 def folder(path: Path) -> Path:
@@ -81,6 +83,29 @@ def test_scripts_run_the_copys_python_and_other_files_stay(tmp_path):
     assert all(sizes[name] == len(text) for name, text in made.items())
     assert sizes["environment/bin/tool3"] == sizes["environment/bin/tool"]
     assert list_folders(given, target).rewritten == {}
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", "long" * 30])
+@pytest.mark.parametrize("long", [False, True])
+def test_scripts_run_wherever_the_copy_is(tmp_path, name, long):
+    source = folder(tmp_path / "source")
+    folder(source / "bin")
+    python = f"{source}/bin/python3"
+    begin = (
+        f"#!/bin/sh\n'''exec' {python} -I \"$0\" \"$@\"\n' '''\n" if long else f"#!{python} -I\n"
+    )
+    body = "import sys\nprint(sys.argv[1:], sys.flags.isolated)\n"
+    (source / "bin/tool").write_text(begin + body)
+    copies = folder(tmp_path / name)
+    found = list_folders({"environment": source}, copies, moved="environment")
+    folder(copies / "environment/bin")
+    (copies / "environment/bin/python3").symlink_to(sys.executable)
+    tool = copies / "environment/bin/tool"
+    tool.write_bytes(found.rewritten["environment/bin/tool"])
+    tool.chmod(0o755)
+    assert run(str(tool), "x y").stdout == "['x y'] 1\n"
+    assert tool.read_text().endswith(f"\n{body}")
+    assert len(tool.read_text().split("\n")[0]) < 128
 
 
 def test_files_that_python_is_writing_are_left_out(tmp_path):

@@ -66,6 +66,15 @@ def test_every_node_gets_the_folder_and_keeps_it(group, source):
 
 
 @NODES
+def test_what_a_killed_call_has_left_does_no_harm(group, source):
+    levels, folder = of_rank(group, source)
+    folder.mkdir()
+    (folder / ".shared").touch()
+    group.barrier()
+    assert bring(levels, listed(group, source), folder)
+
+
+@NODES
 def test_a_copy_that_differs_on_one_node_is_made_again(group, source):
     levels, folder = of_rank(group, source)
     bring(levels, listed(group, source), folder)
@@ -174,7 +183,7 @@ def test_a_disk_that_removes_no_file_is_named_on_all_nodes(group, source, monkey
 
     if group.rank == 0:
         monkeypatch.setattr(Path, "unlink", refused)
-    with pytest.raises(UserError, match=r"shared\): Permission denied: give another folder"):
+    with pytest.raises(UserError, match=r"shared-\w+\): Permission denied: give another folder"):
         bring(levels, listed(group, source), folder)
 
 
@@ -218,3 +227,13 @@ def test_requests_that_make_no_sense_are_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=says):
             list_request(request, tmp_path / "copies")
+
+
+def test_a_data_set_has_the_name_that_it_is_given_by(tmp_path, monkeypatch):
+    real = tmp_path / "real/v2"
+    (real / "part").mkdir(parents=True)
+    (tmp_path / "text").symlink_to(real)
+    monkeypatch.chdir(real)
+    for given, name in ((tmp_path / "text", "text"), (Path(), "v2"), (Path("part/.."), "v2")):
+        found = list_request(StageRequest(data=(given,)), tmp_path / "copies")
+        assert found.folders == {f"data/{name}": real}

@@ -102,7 +102,8 @@ fail() { # WHAT HAS FAILED
 # setup may change settings of this script: those of own_settings, if it does not export them.
 own_folder=$PWD
 own_names=(run_dir all command launcher stage stage_launcher environment requeue_by max_requeues script notice no_kill
-    walltime output task job own child line stalled next why resume_by count code stop copies before waiting name)
+    walltime output task job own child line stalled next why resume_by count code stop copies before waiting name
+    exported)
 own_settings=" command launcher requeue_by max_requeues notice no_kill "
 own_names+=(qsub qstat qdel)
 own_values=$(

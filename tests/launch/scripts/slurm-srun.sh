@@ -49,6 +49,13 @@ if [ -n "$task" ] && [ -n "$SLURM_ARRAY_JOB_ID" ]; then
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one task's SLURM_JOB_ID stands for the whole array
 fi
 unset HPC_TRAIN_DEADLINE # may be that of the job that has queued this one
+exported=${SLURM_EXPORT_ENV:-ALL} # what `sbatch --export` has named for this job
+export SLURM_EXPORT_ENV=ALL       # srun would pass only the same to the ranks
+case $exported in # the same for the next job, and what that one has to know
+    ALL | ALL,* | *HPC_TRAIN_QUEUED) ;;
+    NONE | NIL) exported=HPC_TRAIN_QUEUED ;;
+    *) exported+=,HPC_TRAIN_QUEUED ;;
+esac
 if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
     SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
     SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:+$(date +%s -d "$SLURM_JOB_END_TIME" 2>/dev/null)}
@@ -104,7 +111,8 @@ fail() { # WHAT HAS FAILED
 # setup may change settings of this script: those of own_settings, if it does not export them.
 own_folder=$PWD
 own_names=(run_dir all command launcher stage stage_launcher environment requeue_by max_requeues script notice no_kill
-    walltime output task job own child line stalled next why resume_by count code stop copies before waiting name)
+    walltime output task job own child line stalled next why resume_by count code stop copies before waiting name
+    exported)
 own_settings=" command launcher requeue_by max_requeues notice no_kill "
 own_names+=(sbatch scontrol squeue)
 own_values=$(
@@ -230,7 +238,7 @@ fi
 spell() { # COMMAND
     line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
 }
-again_by=("$sbatch" --export=ALL ${task:+--array="$task"} "$script")
+again_by=("$sbatch" --export="$exported" ${task:+--array="$task"} "$script")
 spell "${again_by[@]}"
 if [ "$code" -eq 0 ]; then
     end

@@ -55,6 +55,13 @@ if [ -n "$task" ] && [ -n "$SLURM_ARRAY_JOB_ID" ]; then
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one task's SLURM_JOB_ID stands for the whole array
 fi
 unset HPC_TRAIN_DEADLINE # may be that of the job that has queued this one
+exported=${SLURM_EXPORT_ENV:-ALL} # what `sbatch --export` has named for this job
+export SLURM_EXPORT_ENV=ALL       # srun would pass only the same to the ranks
+case $exported in # the same for the next job, and what that one has to know
+    ALL | ALL,* | *HPC_TRAIN_QUEUED) ;;
+    NONE | NIL) exported=HPC_TRAIN_QUEUED ;;
+    *) exported+=,HPC_TRAIN_QUEUED ;;
+esac
 if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
     SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
     SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:+$(date +%s -d "$SLURM_JOB_END_TIME" 2>/dev/null)}
@@ -111,7 +118,8 @@ fail() { # WHAT HAS FAILED
 # setup may change settings of this script: those of own_settings, if it does not export them.
 own_folder=$PWD
 own_names=(run_dir all command launcher stage stage_launcher environment requeue_by max_requeues script notice no_kill
-    walltime output task job own child line stalled next why resume_by count code stop copies before waiting name)
+    walltime output task job own child line stalled next why resume_by count code stop copies before waiting name
+    exported)
 own_settings=" command launcher requeue_by max_requeues notice no_kill "
 own_names+=(sbatch scontrol squeue)
 own_values=$(
@@ -213,14 +221,23 @@ from_copy() { # PROGRAM: where its copy is
         *) type -P "$1" || echo "$1" ;;
     esac
 }
+remover= # what removes the copies when the job is ended
 remove_copies() { # SECONDS
     trap - EXIT
-    timeout -s KILL "$1" "${stage_launcher[@]}" "${stage[@]}" --clean
+    [ -z "$remover" ] || [ -z "$terminated" ] || return # SLURM may start no step now
+    timeout -s KILL "$1" "${stage_launcher[@]}" "${stage[@]}" --clean && return
+    rm -rf "$copies"
+    echo "the copies are removed from this node only: $copies may still be on the job's other nodes"
 }
 if [ -z "$signalled" ]; then
     copies=$("${stage[@]}" --where) || fail staging
     trap 'remove_copies 60' EXIT
     if "${stage_launcher[@]}" "${stage[@]}"; then
+        # SLURM starts no step while it ends a job. This one waits on each node, and removes the copy then.
+        srun --overlap --mpi=none --mem=0 --no-kill --nodes="$SLURM_JOB_NUM_NODES" \
+            --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 \
+            --output=none --error=none "$copies/remove_at_end" >/dev/null 2>&1 &
+        remover=$!
         # shellcheck source=/dev/null
         . "$copies/activate"
         command[0]=$(from_copy "${command[0]}")
@@ -260,7 +277,7 @@ fi
 spell() { # COMMAND
     line="cd $(printf %q "$PWD") &&$(printf ' %q' "$@")"
 }
-again_by=("$sbatch" --export=ALL ${task:+--array="$task"} "$script")
+again_by=("$sbatch" --export="$exported" ${task:+--array="$task"} "$script")
 spell "${again_by[@]}"
 if [ "$code" -eq 0 ]; then
     end
