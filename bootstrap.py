@@ -52,6 +52,7 @@ INPUTS = (
     "setup.cfg",
     "hpc_train/build/horovod.py",
     "hpc_train/build/toolchain.py",
+    "hpc_train/build/wheel_cache.py",
 )
 
 

@@ -36,6 +36,13 @@ from hpc_train.build.toolchain import (
     check_headers,
     run_program,
 )
+from hpc_train.build.wheel_cache import (
+    cache_directory,
+    find_wheel,
+    keep_wheel,
+    new_log,
+    prepare_folder,
+)
 from hpc_train.errors import HpcTrainError, SetupError
 
 HOROVOD_VERSION = "0.28.1"
@@ -54,7 +61,6 @@ BUILD_VARIABLES = tuple(
 )
 FREE_BYTES = 1 << 30
 LEAST_CMAKE = (3, 13)
-CACHE_REMEDY = "set XDG_CACHE_HOME to a folder that you may write to"
 RETRY = "then run `python -m hpc_train.build.horovod` again"
 
 
@@ -103,7 +109,7 @@ def find_mpi() -> Mpi:
             f"load the MPI module with its headers (Debian: libopenmpi-dev), {RETRY}",
         )
     flags = run_program([found, "-show"]).stdout.strip()
-    return Mpi(Path(found), _mpi_label(macros.stdout), flags)
+    return Mpi(Path(found).absolute(), _mpi_label(macros.stdout), flags)
 
 
 def _mpi_label(macros: str) -> str:
@@ -195,19 +201,6 @@ def check_tools(directory: Path) -> None:
     check_disk(directory, FREE_BYTES)
 
 
-def cache_directory() -> Path:
-    """The folder of cached wheels: $XDG_CACHE_HOME/hpc_train, by default ~/.cache/hpc_train.
-
-    Raises:
-        SetupError: XDG_CACHE_HOME is not set, and there is no home directory.
-    """
-    root = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return Path(root or Path.home() / ".cache", "hpc_train")
-    except RuntimeError:  # neither HOME nor the list of users names a home
-        raise SetupError("there is no home directory for the cache", CACHE_REMEDY) from None
-
-
 def build_settings() -> dict[str, str]:
     """The recipe's HOROVOD_* variables, overridden by the caller's environment."""
     given = {name: value for name, value in os.environ.items() if name.startswith(BUILD_VARIABLES)}
@@ -272,10 +265,11 @@ def unpack_archive(archive: Path, directory: Path) -> Path:
 
 
 def patch(source: Path, mpi: Mpi) -> None:
-    """Ask for C++17, and for a run path that does not contain the folder of the build.
+    """Ask for C++17, for this MPI, and for a run path without the folder of the build.
 
-    CMake would record the absolute folder of libmpi. A cached wheel that is installed into another
-    environment would then load the first environment's MPI, or none.
+    CMake would take the first MPI by MPI_HOME or the PATH, and record the absolute folder of
+    libmpi. A cached wheel that is installed into another environment would then load the first
+    environment's MPI, or none.
     """
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
         file = source / name
@@ -285,6 +279,9 @@ def patch(source: Path, mpi: Mpi) -> None:
         file.write_text(
             text.replace("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 17"), encoding="utf-8"
         )
+    top = source / "CMakeLists.txt"
+    wrapper = f'set(MPI_CXX_COMPILER "{mpi.wrapper}" CACHE FILEPATH "")\n'
+    top.write_text(wrapper + top.read_text(encoding="utf-8"), encoding="utf-8")
     # horovod/torch/ -> site-packages/torch/lib, and -> the environment's lib/
     paths = [r"\$ORIGIN/../../torch/lib", r"\$ORIGIN/../../../.."]
     if not mpi.in_environment:
@@ -325,27 +322,28 @@ def compile_wheel(source: Path, out: Path, log: Path) -> Path:
     return wheels[0]
 
 
-def build_wheel(directory: Path, mpi: Mpi, archive: Path | None) -> Path:
-    """Build into the cache folder `directory`. The wheel appears there complete or not at all.
+def build_wheel(directory: Path, mpi: Mpi, archive: Path | None, scratch: Path) -> Path:
+    """Build a wheel, and keep it in the cache.
+
+    Args:
+        directory: the wheel's folder of the cache.
+        mpi: the MPI to build against.
+        archive: Horovod's source archive; None downloads it.
+        scratch: an empty folder to build in.
+
+    Returns:
+        The wheel in the cache; the one in `scratch` if the cache does not take it.
 
     Raises:
-        SetupError: the folder cannot be written, something is missing, or the build failed.
+        SetupError: the cache cannot be written, something is missing, or the build failed.
     """
-    log = directory / "build.log"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        log.touch()
-    except OSError as error:
-        cause = f"the cache {directory} cannot be written: {error.strerror}"
-        raise SetupError(cause, CACHE_REMEDY) from None
-    with tempfile.TemporaryDirectory(prefix="horovod-build-") as scratch:
-        check_tools(Path(scratch))
-        source = unpack_archive(archive or fetch_archive(Path(scratch)), Path(scratch))
-        patch(source, mpi)
-        wheel = compile_wheel(source, Path(scratch, "wheel"), log)
-        partial = directory / f".{os.getpid()}.partial"
-        shutil.copyfile(wheel, partial)
-        return partial.rename(directory / wheel.name)
+    prepare_folder(directory)
+    check_tools(scratch)
+    source = unpack_archive(archive or fetch_archive(scratch), scratch)
+    patch(source, mpi)
+    log = new_log(directory)
+    print(f"the compiler's output goes to {log}", flush=True)
+    return keep_wheel(compile_wheel(source, scratch / "wheel", log), directory)
 
 
 def install(wheel: Path) -> None:
@@ -394,14 +392,14 @@ def _build_and_install(archive: Path | None, rebuild: bool) -> None:
     mpi, torch = find_mpi(), torch_version()
     what = f"Horovod {HOROVOD_VERSION} for torch {torch}, {mpi.label}"
     directory = wheel_directory(mpi, torch)
-    wheels = sorted(directory.glob("horovod-*.whl"))
-    if rebuild or not wheels:
-        print(f"building {what}; it takes some minutes (log: {directory}/build.log)", flush=True)
-        wheel = build_wheel(directory, mpi, archive)
+    wheel = None if rebuild else find_wheel(directory)
+    if wheel:
+        print(f"using the cached wheel of {what}: {directory}", flush=True)
+        install(wheel)
     else:
-        wheel = wheels[0]
-        print(f"using the cached wheel of {what}: {wheel.parent}", flush=True)
-    install(wheel)
+        print(f"building {what}; it takes some minutes", flush=True)
+        with tempfile.TemporaryDirectory(prefix="horovod-build-") as scratch:
+            install(build_wheel(directory, mpi, archive, Path(scratch)))
     print(f"installed {what}", flush=True)
 
 

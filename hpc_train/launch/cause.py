@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 OUT_OF_MEMORY = "out of memory"
 PERHAPS_MEMORY = ", perhaps for lack of memory"
+SERVER_KILLED = ": the fork server of its node was killed"
 # Each pattern finds some of rank, host, signal and exit code. An earlier line counts more: after a
 # failure the launcher kills the other ranks, which did not cause it.
 PATTERNS = [
@@ -45,6 +46,8 @@ PATTERNS = [
         # Open MPI, in two lines, about a rank that ended without MPI_Finalize
         r"exited due to process rank (?P<rank>\d+) with PID \d+ on",
         r"node (?P<host>\S+) (?P<improper>exiting improperly)",
+        # the process that stands in for a warm rank
+        r"(?P<server>fork server) was killed, and this rank with it",
     )
 ]
 # What `hpc_train.run` prints about a rank that ends the others.
@@ -97,7 +100,10 @@ def _told(found: dict[str, str]) -> str:
     )
     if number:
         hint = PERHAPS_MEMORY if number == signal.SIGKILL else ""
+        hint = SERVER_KILLED if "server" in found else hint
         return f"{who}{host} was ended by {_signal(number)}{hint}"
+    if "server" in found:
+        return f"{who}{host} has ended{SERVER_KILLED}"
     if "code" in found:
         return f"{who}{host} exited with code {found['code']}"
     if "improper" in found:

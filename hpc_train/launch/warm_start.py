@@ -41,7 +41,9 @@ def warm_command(words: Sequence[str], warm: Mapping[str, str]) -> list[str]:
     if WARM not in warm or is_off(warm):
         return same
     python, program = shutil.which(words[0]), same[1:]
-    if python is None or Path(python).parent != Path(sys.executable).parent:
+    own = Path(sys.executable)
+    # A folder of programs may have several Pythons. A virtual environment's leads out of it.
+    if python is None or Path(python).parent != own.parent or not own.samefile(python):
         return same
     if program[:1] == ["-u"]:  # launched ranks never buffer their output
         del program[0]

@@ -28,6 +28,8 @@ from hpc_train.mpi.visible import nearer_device, offered, own_numa, visible_devi
 BUILD_HOROVOD = "python -m hpc_train.build.horovod"
 THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
 TIMELINE, DYNAMIC = "HOROVOD_TIMELINE", "DYNAMIC"
+# Open MPI prefers a component of its own for MPI-IO, which reports success on a full disk.
+ROMIO_FIRST = {f"OMPI_MCA_io_{name}_priority": "50" for name in ("romio321", "romio341")}
 CACHED = 1 << 16  # operations in Horovod's cache; see `horovod_settings`
 
 logger = logging.getLogger(__name__)
@@ -113,9 +115,8 @@ def start_runtime() -> Runtime:
         # Waiting ranks would hold the cores of the ranks they wait for. Open MPI notices this only
         # if the launcher was told fewer slots than ranks; horovodrun -H tells it as many as ranks.
         os.environ[environment.YIELD] = "1"
-    for component in ("romio321", "romio341"):
-        # Open MPI prefers a component of its own, which reports success on a full disk.
-        os.environ.setdefault(f"OMPI_MCA_io_{component}_priority", "50")
+    for name, value in ROMIO_FIRST.items():
+        os.environ.setdefault(name, value)
     os.environ |= own_namespace(os.environ)
     MPI = import_mpi()
     least = max(launch.rank + 1, launch.local_size or 1)

@@ -16,6 +16,12 @@ from hpc_train.warm.key import WARM, difference, key_of, packed, text_of
 ROOTS = ("/dev/shm", "/tmp")  # each node has its own, and they are short: see PATH
 LETS_GO = 1.0  # seconds to wait until the kernel releases the lock of a killed process
 PATH = 107  # most bytes of a socket's path (unix(7))
+# The signals that others send. The rest cannot be caught, or come from the process itself.
+PASSED_SIGNALS = signal.valid_signals() - {
+    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTTIN),
+    *(signal.SIGTTOU, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
+    *(signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
+}
 PADDING = 4096  # bytes of the server's command line, over which a rank writes its own
 
 
@@ -234,7 +240,11 @@ main()"""
 
 
 def spawn(folder: str, alive: int, listening: int) -> None:
-    """Start the server detached from this process, so that no launcher ends it with a rank."""
+    """Start the server detached from this process, so that no launcher ends it with a rank.
+
+    It ignores the signals that stop a job, which may be sent to all processes of a cgroup or of a
+    name. Its end would be that of its ranks, in the middle of their checkpoint.
+    """
     if os.fork():
         os.wait()
         return
@@ -242,6 +252,8 @@ def spawn(folder: str, alive: int, listening: int) -> None:
         os.setsid()
         if os.fork():
             os._exit(0)
+        for one in PASSED_SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # This drops the rank's binding. The kernel limits it to the cgroup's processors.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

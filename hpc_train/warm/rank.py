@@ -193,13 +193,15 @@ def differ() -> None:
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()  # that of the CPU alone: torch.seed would ask each GPU
     if processes := sys.modules.get("multiprocessing.process"):
         processes.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
         processes.current_process().authkey = os.urandom(32)
     threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
     cores = len(os.sched_getaffinity(0))
     set_openblas_threads(min(cores, int(threads)) if threads.isdigit() else cores)
-    torch = sys.modules.get("torch")
     if torch is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
 

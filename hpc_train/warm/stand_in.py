@@ -17,18 +17,21 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hpc_train.warm.key import WARM, WHY, binding_variable, is_off, packed, text_of
-from hpc_train.warm.meeting import Cold, clear_killed, connect_server, descriptors
+from hpc_train.warm.meeting import (
+    PASSED_SIGNALS,
+    Cold,
+    clear_killed,
+    connect_server,
+    descriptors,
+)
 
-# The signals that others send. The rest cannot be caught, or come from the process itself.
-PASSED_SIGNALS = signal.valid_signals() - {
-    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTTIN),
-    *(signal.SIGTTOU, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
-    *(signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS),
-}
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Blocked at first in our own program, which unblocks them once it has loaded its libraries.
 HELD = (*END_SIGNALS[:2], signal.SIGUSR1, signal.SIGUSR2)
 SERVER_PATIENCE = 5.0  # seconds that a signal to end waits for a server that does not answer
+# Options of Python that a fork need not have. Our own stand-ins have some of them, and launched
+# ranks never buffer their output (-u).
+NO_MATTER = "uESsP"
 REQUEST_BYTES = 1 << 18  # largest request; a rank with a larger environment starts cold
 DESCRIPTORS = 250  # most descriptors in one message (SCM_MAX_FD is 253)
 
@@ -100,10 +103,25 @@ def check_program(program: Sequence[str]) -> None:
     """
     if name := binding_variable(os.environ):
         raise Cold(f"{name} binds threads to processors that a rank does not have yet")
+    if option := interpreter_option(sys.orig_argv):
+        raise Cold(f"the fork server's Python does not have the option {option}")
     if program[0] == "-m" and len(program) == 1:
         raise Cold("no module is named")
     if program[0] != "-m" and not os.path.isfile(program[0]):
         raise Cold(f"{program[0]} is not a file")
+
+
+def interpreter_option(words: Sequence[str]) -> str:
+    """The first option of Python on a command line that changes how programs run; "" if none."""
+    for word in words[1:]:
+        if not word.startswith("-"):
+            break
+        for letter in word[1:]:
+            if letter in "mc":  # the program follows
+                return ""
+            if letter not in NO_MATTER:
+                return word
+    return ""
 
 
 def inherited(server: socket.socket) -> list[int]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli.doctor import checks
+from hpc_train.cli.doctor import checks, examine
+from hpc_train.cli.doctor import probe as doctor_probe
 from hpc_train.cli.doctor.findings import ERROR
 from hpc_train.cli.doctor.probe import probe_in_a_rank
 from hpc_train.host import processor
@@ -62,13 +63,46 @@ def test_under_a_launcher_rank_0_reports_for_all():
     assert text.count("the main job runs here") == 1
 
 
-def test_it_knows_which_mpi_io_will_write_the_checkpoints(alone):
-    warned = alone[1]["MPI-IO"]
-    if "OMPIO" in warned["text"]:
-        assert warned["status"] == "warning"
-        assert "export OMPI_MCA_io=^ompio" in warned["remedy"]
-        mended = run(*hpc_train("doctor", "--json"), environ={"OMPI_MCA_io": "^ompio"})
-        assert topics(mended)[1]["MPI-IO"]["status"] == "ok"
+@pytest.mark.skipif(not shutil.which("ompi_info"), reason="the MPI is another one")
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("OMPI_MCA_io", "", "ok"),
+        ("OMPI_MCA_io", "^ompio", "ok"),
+        ("OMPI_MCA_io", "ompio", "warning"),
+        ("OMPI_MCA_io_ompio_priority", "90", "warning"),
+    ],
+)
+def test_it_knows_which_mpi_io_will_write_the_checkpoints(name, value, status, monkeypatch):
+    """Jobs prefer ROMIO, as `start_runtime` asks for it."""
+    monkeypatch.setenv(name, value)
+    assert checks.mpi_io("Open MPI 4.1.8", checks.mpi_io_component()).status == status
+
+
+def test_only_rank_0_starts_programs_and_none_after_mpi_has_started(monkeypatch):
+    started = []
+    monkeypatch.setattr(checks, "_output", lambda command: started.append(command[0]) or "")
+    monkeypatch.setattr(checks, "mpirun_version", lambda: started.append("mpirun") or "")
+    monkeypatch.setattr(
+        doctor_probe, "probe", lambda: started.append("MPI") or [{"error": "", "remedy": ""}]
+    )
+    for rank in ("0", "1"):
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        examine()
+    assert started == ["env", "mpirun", "MPI", "MPI"]
+
+
+def test_a_rank_that_takes_long_is_not_taken_for_one_that_does_not_start(
+    monkeypatch, tmp_path, nothing_beside_python
+):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(doctor_probe, "RANK_PROBE_SECONDS", 0.3)
+    version = "echo 'mpirun (Open MPI) 4.1.8'"
+    put(tmp_path, "mpirun", f'[ "$1" = --version ] && {version} && exit; exec sleep 20')
+    (failed,) = probe_in_a_rank()
+    assert failed["error"] == "the rank that was started did not answer within 0.3 s"
+    assert "try again" in failed["remedy"]
 
 
 def test_without_thread_support_the_main_job_cannot_run():

@@ -25,6 +25,14 @@ CASES = [
         "rank 3 (node2) was ended by SIGKILL, perhaps for lack of memory",
     ),
     (
+        137,
+        [
+            "hpc-train: the fork server was killed, and this rank with it",
+            "mpirun noticed that process rank 3 with PID 81 on node node2 exited on signal 9 (K).",
+        ],
+        "rank 3 (node2) was ended by SIGKILL: the fork server of its node was killed",
+    ),
+    (
         139,
         ["mpirun noticed that process rank 0 with PID 0 on node vm exited on signal 11 (Segm...)."],
         "rank 0 (vm) was ended by SIGSEGV",

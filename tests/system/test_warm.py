@@ -226,6 +226,22 @@ def test_all_end_with_the_server_and_the_next_start_makes_another(tmp_path):
     wait_until(lambda: not folder.exists())  # the server leaves nothing behind
 
 
+def test_signals_to_all_processes_leave_the_server_to_its_ranks(tmp_path):
+    """A scheduler may send them to a cgroup, and a user to all processes of a name."""
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+    numbers += [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGRTMIN]
+    path = script(tmp_path, "import os\nprint(os.getpid(), flush=True)\ninput()\nprint('saved')")
+    own = {key.WARM: f"{ENVIRON[key.WARM]}-signals", key.LINGER: "0"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(python(path), env=ENVIRON | own, **pipes) as process:
+        server = psutil.Process(int(process.stdout.readline())).parent()
+        for number in numbers:
+            server.send_signal(number)
+        assert process.communicate("\n", timeout=PATIENCE)[0] == "saved\n"
+        assert process.returncode == 0
+    assert ended(server)
+
+
 FORKS_ONCE = """
 import os
 fork, calls = os.fork, []
@@ -249,6 +265,15 @@ def test_a_fork_that_fails_ends_no_other_rank(tmp_path):
         assert "starts cold: the fork server cannot fork: Resource temporarily" in done.stderr
         assert rank.is_running()
         assert process.poll() is None
+
+
+@pytest.mark.parametrize(("option", "why"), [("-O", "option -O"), ("-Xdev", "-Xdev"), ("-u", "")])
+def test_a_training_under_python_with_options_of_its_own_starts_cold(option, why):
+    words = [sys.executable, option, "-m", "hpc_train", "train", "no-such.yaml"]
+    done = run(*words, environ={key.WHY: "1"})
+    assert done.returncode == 2
+    assert ("starts cold: the fork server's Python does not have" in done.stderr) == bool(why)
+    assert why in done.stderr
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "PYTHONHASHSEED"])
@@ -400,10 +425,11 @@ def test_a_folder_that_others_can_enter_is_not_used(tmp_path):
 
 
 def test_forks_draw_different_numbers(tmp_path):
-    path = script(tmp_path, "import numpy, random\nprint(random.random(), numpy.random.rand())")
-    drawn = [warmed(path).stdout.split() for _ in range(2)]
-    assert drawn[0][0] != drawn[1][0]
-    assert drawn[0][1] != drawn[1][1]
+    draw = "random.random(), numpy.random.rand(), torch.rand(1).item(), os.getppid()"
+    path = script(tmp_path, f"import os, numpy, random, torch\nprint({draw})")
+    (*one, server), (*other, same) = (warmed(path).stdout.split() for _ in range(2))
+    assert server == same
+    assert all(a != b for a, b in zip(one, other, strict=True))
 
 
 def test_ps_shows_the_rank_s_own_command(tmp_path):

@@ -70,17 +70,20 @@ def examine() -> tuple[list[Finding], list[dict[str, Any]]]:
     from hpc_train.cli.doctor import checks
     from hpc_train.cli.doctor.probe import probe, probe_in_a_rank
 
-    others = [checks.hdf5(), *checks.launchers()]
-    component = checks.mpi_io_component()  # before MPI starts: no fork after MPI_Init
     launch = environment.read_launch(os.environ)
+    others = [checks.hdf5(), *checks.launchers()]
+    component = mpirun = ""
+    if launch is None or launch.rank == 0:  # before MPI starts: no fork after MPI_Init
+        component, mpirun = checks.mpi_io_component(), checks.mpirun_version()
     alone = launch is None or launch.size == 1
     probed = probe_in_a_rank() if alone else probe()
     ranks = [rank for rank in probed if "error" not in rank]
     findings = [checks.python(), checks.torch(ranks), *others]
     if not ranks:
         return [*findings, Finding("MPI", ERROR, probed[0]["error"], probed[0]["remedy"])], []
-    findings += [checks.mpi(ranks[0]), checks.horovod(ranks[0]), *checks.one_libmpi(ranks[0])]
+    findings += [checks.mpi(ranks[0], mpirun), checks.horovod(ranks[0])]
     findings += [
+        *checks.one_libmpi(ranks[0]),
         checks.mpi_io(ranks[0]["mpi"], component),
         checks.nodes(ranks),
         checks.binding(ranks),

@@ -73,13 +73,14 @@ def launchers() -> list[Finding]:
     if chosen.note:
         remedy = "load the module of your MPI, or take the unknown one off the PATH"
         findings.append(Finding("launcher", WARNING, chosen.note, remedy))
-    if "horovodrun" in others and not re.search(r"Open MPI\) [1-4]\.", _mpirun_version()):
+    if "horovodrun" in others and not re.search(r"Open MPI\) [1-4]\.", mpirun_version()):
         text = "it works with the mpirun of Open MPI up to version 4 only, and this one is another"
         findings.append(Finding("horovodrun", WARNING, text, "start jobs with mpirun or srun"))
     return findings
 
 
-def _mpirun_version() -> str:
+def mpirun_version() -> str:
+    """What the first mpirun on the PATH says of its version; "" if there is none."""
     from hpc_train.launch.launchers import identify
 
     found = identify("mpirun")
@@ -92,19 +93,29 @@ def _output(command: Sequence[str]) -> str:
 
 
 def mpi_io_component() -> str:
-    """The MPI-IO component that Open MPI chooses, from `ompi_info`; "" if it says none."""
-    text = _output(["ompi_info", "--parsable", "--level", "9", "--param", "all", "all"])
-    chosen = re.search(r"^mca:io:base:param:io:value:(.*)$", text, re.MULTILINE)
-    return chosen[1] if chosen else os.environ.get("OMPI_MCA_io", "")
+    """The MPI-IO component that Open MPI chooses in jobs, by `ompi_info`; "" if it says none."""
+    settings = {**runtime.ROMIO_FIRST, **os.environ}
+    words = ["env", *(f"{name}={settings[name]}" for name in runtime.ROMIO_FIRST)]
+    text = _output([*words, "ompi_info", "--parsable", "--level", "9", "--param", "io", "all"])
+    found = re.findall(r"^mca:io:\w+:param:io_(\w+)_priority:value:(-?\d+)$", text, re.MULTILINE)
+    wanted = re.search(r"^mca:io:base:param:io:value:(.*)$", text, re.MULTILINE)
+    names = wanted[1] if wanted else ""  # a list; a caret before it excludes these
+    listed, excludes = names.lstrip("^").split(","), not names or names.startswith("^")
+    priorities = {
+        name: int(priority)
+        for name, priority in found
+        if not name.endswith("_delete") and (name in listed) != excludes
+    }
+    return max(priorities, key=priorities.__getitem__, default="")
 
 
-def mpi(rank: dict[str, Any]) -> Finding:
-    """Check the MPI library, and that threads may call it."""
+def mpi(rank: dict[str, Any], mpirun: str) -> Finding:
+    """Check the MPI library, that threads may call it, and that `mpirun` has its version."""
     text = f"{rank['mpi']}, mpi4py {rank['mpi4py']}"
     if not rank["thread_multiple"]:
         remedy = "unset MPI4PY_RC_THREAD_LEVEL, or use an MPI that is built with thread support"
         return Finding("MPI", ERROR, f"{text}, without MPI_THREAD_MULTIPLE", remedy)
-    version = _numbers(_mpirun_version())
+    version = _numbers(mpirun)
     if version and version != _numbers(rank["mpi"]):
         remedy = "put the mpirun of that library first on the PATH, or load its module"
         return Finding("MPI", WARNING, f"{text}, but mpirun is of {version}", remedy)
@@ -155,10 +166,12 @@ def mpi_io(library: str, component: str) -> Finding:
     """Check the implementation of MPI-IO that writes checkpoints."""
     if not library.startswith("Open MPI"):
         return Finding("MPI-IO", OK, f"the one of {library} (ROMIO in MPICH and its relatives)")
-    if "romio" in component or "^ompio" in component:
+    if component.startswith("romio"):
         return Finding("MPI-IO", OK, f"ROMIO (component {component})")
+    if not component:
+        return Finding("MPI-IO", OK, "ROMIO if this Open MPI has it; ompi_info does not say")
     text = "OMPIO, which reports success when the disk is full; checkpoints are read back anyway"
-    return Finding("MPI-IO", WARNING, text, "export OMPI_MCA_io=^ompio to use ROMIO")
+    return Finding("MPI-IO", WARNING, text, "unset OMPI_MCA_io, or use an Open MPI with ROMIO")
 
 
 def nodes(ranks: list[dict[str, Any]]) -> Finding:

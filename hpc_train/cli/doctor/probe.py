@@ -20,7 +20,7 @@ from hpc_train.mpi import gpus, runtime, visible
 if TYPE_CHECKING:
     from hpc_train.launch.launchers import FoundLauncher
 
-RANK_PROBE_SECONDS = 60
+RANK_PROBE_SECONDS = 240  # a first import of torch from a network file system takes minutes
 
 
 def probe() -> list[dict[str, Any]]:
@@ -145,7 +145,11 @@ def probe_in_a_rank() -> list[dict[str, Any]]:
         )
         said = why_it_failed(done.returncode, done.stderr.strip().splitlines())
         found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+    except subprocess.TimeoutExpired:
+        error = f"the rank that was started did not answer within {RANK_PROBE_SECONDS} s"
+        remedy = "try again, as a first import of torch may take as long; or run it inside a job"
+        return [{"error": error, "remedy": remedy}]
+    except (OSError, ValueError, IndexError):
         remedy = "load the site's MPI module; where login nodes refuse MPI, run this inside a job"
         return [{"error": f"MPI does not start here: {said}", "remedy": remedy}]
     return found
