@@ -51,7 +51,7 @@ class LayoutGradients:
         model: Collectives,
     ) -> None:
         self.partial, self.tied, self._counted = partial, tied, frozenset(counted)
-        self._alike, self._compared = alike, set[Parameter]()
+        self._alike = dict(alike)
         self.tensor, self.embedding, self.model = tensor, embedding, model
 
     def complete(self) -> None:
@@ -113,16 +113,16 @@ class LayoutGradients:
         mine, sizes = self._samples(averager)
         first = mine.clone()
         self.tensor.broadcast_(first)
-        least, differing = TINY * float(first.norm()), ""
+        least, differing, later = TINY * float(first.norm()), "", {}
         pairs = zip(mine.split(sizes), first.split(sizes), strict=True)
         for (parameter, name), (a, b) in zip(self._alike.items(), pairs, strict=True):
-            if parameter in self._compared:
-                continue
             norm, difference = float(b.norm()), float((a - b).norm())
             if difference > max(least, ALIKE * max(norm, float(a.norm()))):
                 differing = differing or name
-            if least < norm < math.inf:
-                self._compared.add(parameter)
+            if not least < norm < math.inf:
+                later[parameter] = name
+        # The averaged gradients are the same on all replicas, so all come to the same `later`.
+        self._alike = later
         return differing
 
     def _samples(self, averager: GradientAverager) -> tuple[Tensor, list[int]]:
