@@ -17,6 +17,7 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
+from hpc_train.data.tables.far_values import FarValues
 from hpc_train.data.tables.features import TargetValues
 from hpc_train.data.tables.fit import fit_features
 from hpc_train.data.tables.schema import ColumnKind
@@ -89,7 +90,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
                 mean = float(training.weight.mean())
                 training = _scaled(training, target, mean)
                 held_out = None if held_out is None else _scaled(held_out, target, mean)
-                features = fit_features(training.columns, self._kinds, target)
+                far = FarValues()
+                features = fit_features(training.columns, self._kinds, target, far)
+            if job.world.rank == 0:
+                far.warn()
             result = fit_table(settings, features, training, held_out, factors, job)
         self._fitted, self.history_ = result.model, result.history
         return self

@@ -142,8 +142,9 @@ def _read_objects(values: np.ndarray, name: str) -> tuple[np.ndarray, ColumnKind
     for value in known:
         if not isinstance(value, (str, bytes, *number)):
             raise TypeError(
-                f"column {name!r}: argument must be a string or a number, not "
-                f"{type(value).__name__!r}"
+                f"column {name!r} holds {type(value).__name__}: give numbers, texts or dates (a "
+                "period of pandas becomes one by .dt.to_timestamp()); the argument must be a "
+                "string or a number"
             )
     return _mapped(values, _text, None, object), "categorical"
 

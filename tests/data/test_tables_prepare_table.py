@@ -110,10 +110,21 @@ def test_robust_scaling_takes_the_median_and_the_quartiles(tmp_path):
     assert len(found.edges) == 5
     assert found.edges[-1] == pytest.approx((1e6 - middle) / (high - low), rel=1e-6)
     assert np.isfinite(feature(made, "count").edges).all()
-    with pytest.raises(
-        DataError, match=r"of count are so large, up to 1e\+200, .* --scaling robust"
-    ):
-        prepared(tmp_path / "a.csv", tmp_path / "standard")
+
+
+@pytest.mark.parametrize("fill", [1e20, 1e200])
+@pytest.mark.parametrize("scaling", ["standard", "robust"])
+def test_codes_of_missing_values_hide_no_others_and_are_told(tmp_path, caplog, scaling, fill):
+    table = made_table(ROWS)
+    table["value"][:5] = [fill] * 5
+    table["value"][5:] = np.random.default_rng(0).normal(size=ROWS - 5).tolist()
+    options = TableOptions(validation=0, features=FeatureOptions(scaling=scaling))
+    made = prepared(write_csv(tmp_path / "a.csv", table), tmp_path / "out", options=options)
+    assert len(feature(made, "value").edges) > 40
+    written = rows_of(tmp_path / "out", "train")["numeric"]
+    assert np.isfinite(written[~np.isnan(written)]).all()
+    told = f"column 'value': its value {fill!r} is far from most others"
+    assert caplog.text.count(told) == (scaling == "standard")
 
 
 @settings(

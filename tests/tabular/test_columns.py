@@ -81,3 +81,9 @@ def test_what_a_column_held_before_is_kept():
 def test_other_values_are_refused(value, error):
     with pytest.raises(error, match="column 'x'"):
         read_columns(pd.DataFrame({"x": np.array([1.0, value], object)}), ["x"])
+
+
+def test_periods_are_refused_with_what_to_give():
+    table = pd.DataFrame({"t": pd.period_range("2024-01", periods=3, freq="M")})
+    with pytest.raises(TypeError, match=r"'t' holds Period: give .*\.dt\.to_timestamp\(\)"):
+        read_columns(table, ["t"])

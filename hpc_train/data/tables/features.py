@@ -19,6 +19,7 @@ from hpc_train.errors import DataError
 UNKNOWN, MISSING_CODE, FIRST_CODE = 0, 1, 2  # codes of categories; the known ones follow
 DAY = 86400.0  # seconds
 LEAST_EDGE, MOST_EDGE = 1e-30, 1e37  # sizes of edges besides 0
+FAR_EDGE = 1e10  # largest size where values are far from most others, an exact float32
 DatePart = Literal["days", "month", "weekday", "hour"]
 DATE_PARTS: tuple[DatePart, ...] = get_args(DatePart)
 RawColumns = Mapping[str, Any]
@@ -65,7 +66,8 @@ class NumericFeature:
         scale: what is divided by, above 0.
         edges: quantiles of the scaled training values, strictly rising, two or more: the first is
             the least value and the last the largest. They are the bins of piecewise-linear
-            embeddings, and say how the values are distributed.
+            embeddings, and say how the values are distributed. If one is FAR_EDGE away from 0,
+            values outside of the edges are taken for the nearest edge.
     """
 
     name: str
@@ -81,7 +83,10 @@ class NumericFeature:
         taken = raw if self.part is None else date_part(raw, self.part)
         with np.errstate(over="ignore"):
             scaled: npt.NDArray[np.float64] = (taken - self.center) / self.scale
-        scaled[~np.isfinite(scaled)] = np.nan
+        missing = ~np.isfinite(taken)
+        if FAR_EDGE in (-self.edges[0], self.edges[-1]):
+            np.clip(scaled, self.edges[0], self.edges[-1], out=scaled)
+        scaled[missing | ~np.isfinite(scaled)] = np.nan
         return scaled
 
 
@@ -209,16 +214,17 @@ def _tuples(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()}
 
 
-def distinct_edges(scaled: npt.NDArray[np.float64]) -> tuple[float, ...]:
+def distinct_edges(scaled: npt.NDArray[np.float64], most: float = MOST_EDGE) -> tuple[float, ...]:
     """The edges of a feature's bins, strictly rising: those values that the model tells apart.
 
     It reads float32. Very small and very large values are brought in, so that the widths of all
     bins and their inverses are numbers of this type.
 
     Args:
-        scaled: scaled values, finite, float64 (N,).
+        scaled: scaled values, float64 (N,).
+        most: the largest size of an edge.
     """
-    edges = np.clip(scaled, -MOST_EDGE, MOST_EDGE)
+    edges = np.clip(scaled, -most, most)
     edges[np.abs(edges) < LEAST_EDGE] = 0.0
     return tuple(np.unique(edges.astype(np.float32)).astype(np.float64).tolist())
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from hpc_train.data.tables.far_values import FarValues
 from hpc_train.data.tables.features import (
     DATE_PARTS,
+    FAR_EDGE,
     FIRST_CODE,
     MISSING_CODE,
     CategoricalFeature,
@@ -33,6 +35,7 @@ def fit_features(
     columns: RawColumns,
     kinds: Mapping[str, ColumnKind],
     target: TargetValues | None,
+    far: FarValues | None = None,
 ) -> TableFeatures:
     """Make the features of the training rows.
 
@@ -44,35 +47,45 @@ def fit_features(
         columns: the columns of the training rows.
         kinds: what each column holds, in the order in which a model reads the features.
         target: what is predicted.
+        far: gets the values that are far from most others.
     """
+    far = far or FarValues()
     rows = max((len(values) for values in columns.values()), default=0)
     bins = min(max(LEAST_BINS, rows // ROWS_OF_BIN), BINS)
     numeric: list[NumericFeature] = []
     categorical: list[CategoricalFeature] = []
     for name, kind in kinds.items():
         if kind == "numeric":
-            numeric.append(fit_numeric(name, name, None, columns[name], bins))
+            numeric.append(fit_numeric(name, name, None, columns[name], bins, far))
         elif kind == "categorical":
             categorical.append(fit_categorical(name, columns[name], MAX_CATEGORIES))
         elif kind == "date":
-            numeric += _fit_date(name, columns, bins)
+            numeric += _fit_date(name, columns, bins, far)
     return TableFeatures(numeric=tuple(numeric), categorical=tuple(categorical), target=target)
 
 
-def _fit_date(name: str, columns: RawColumns, bins: int) -> list[NumericFeature]:
+def _fit_date(name: str, columns: RawColumns, bins: int, far: FarValues) -> list[NumericFeature]:
     found = []
     for part in DATE_PARTS:
         values = date_part(columns[name], part)
         known = values[np.isfinite(values)]
         if part == "days" or (len(known) and known.min() < known.max()):
-            found.append(fit_numeric(part_name(name, part, columns), name, part, values, bins))
+            own = part_name(name, part, columns)
+            found.append(fit_numeric(own, name, part, values, bins, far))
     return found
 
 
 def fit_numeric(
-    name: str, column: str, part: DatePart | None, values: np.ndarray, bins: int = BINS
+    name: str,
+    column: str,
+    part: DatePart | None,
+    values: np.ndarray,
+    bins: int = BINS,
+    far: FarValues | None = None,
 ) -> NumericFeature:
     """Make a numeric feature of mean 0 and standard deviation 1, with quantiles as edges.
+
+    Values that are far from most others may give it another mean (`FarValues`).
 
     Args:
         name: name of the feature.
@@ -80,6 +93,7 @@ def fit_numeric(
         part: the part of a date that it is; None for a numeric column.
         values: its values, float64 (N,). Those that are not finite are missing.
         bins: largest number of bins.
+        far: gets the values that are far from most others.
     """
     known = values[np.isfinite(values)]
     if not len(known):
@@ -94,10 +108,10 @@ def fit_numeric(
     center, scale = 2 * (least / 2 + half * float(shrunk.mean())), half * (2 * float(shrunk.std()))
     if not scale:
         return constant
+    center, scale = (far or FarValues()).scale(name, known, center, scale)
     with np.errstate(over="ignore"):
-        scaled = (known - center) / scale
-    scaled = scaled[np.isfinite(scaled)]  # the others are missing to the model as well
-    edges = distinct_edges(np.quantile(scaled, np.linspace(0.0, 1.0, bins + 1)))
+        scaled = np.clip((known - center) / scale, -FAR_EDGE, FAR_EDGE)
+    edges = distinct_edges(np.quantile(scaled, np.linspace(0.0, 1.0, bins + 1)), FAR_EDGE)
     if len(edges) < 2:
         return constant
     return replace(constant, center=center, scale=scale, edges=edges)

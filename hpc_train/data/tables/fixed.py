@@ -11,8 +11,11 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
+from hpc_train.data.tables.far_values import FarValues
 from hpc_train.data.tables.features import (
     DATE_PARTS,
+    FAR_EDGE,
+    MOST_EDGE,
     CategoricalFeature,
     NumericFeature,
     TableFeatures,
@@ -77,6 +80,7 @@ def scaled_feature(
     summary: NumberSummary,
     sample: npt.NDArray[np.float64],
     options: FeatureOptions,
+    far: FarValues,
 ) -> NumericFeature | None:
     """A feature with its center, scale and edges.
 
@@ -85,6 +89,7 @@ def scaled_feature(
         summary: what is known of its training values.
         sample: a sample of these values without missing ones, float64 (N,).
         options: how features are made.
+        far: gets the values that are far from most others.
 
     Returns:
         The feature; None if it is the same in all training rows.
@@ -95,28 +100,21 @@ def scaled_feature(
         return replace(feature, center=summary.least)
     center, scale = summary.mean, summary.std
     if options.scaling == "robust" and len(sample):
-        low, center, high = np.quantile(sample, [0.25, 0.5, 0.75]).tolist()
+        with np.errstate(over="ignore", invalid="ignore"):
+            low, center, high = np.quantile(sample, [0.25, 0.5, 0.75]).tolist()
         scale = high - low or scale
-    if not math.isfinite(scale):
-        raise DataError(
-            f"the numbers of {feature.name} are so large, up to {_largest(summary):g}, that their "
-            "standard deviation is no number",
-            "divide them, give --scaling robust if a few are so large, or give the column another "
-            "kind in the schema",
-        )
     scale = scale or summary.most - summary.least  # the squares of tiny numbers are 0
+    values = np.append(sample, [summary.least, summary.most])  # a sample may lack these two
+    center, scale = far.scale(feature.name, values, center, scale)
+    most = FAR_EDGE if feature.name in far.found else MOST_EDGE
     levels = np.linspace(0, 1, options.bins + 1)[1:-1]
     with np.errstate(over="ignore", invalid="ignore"):
         inner = np.quantile(sample, levels) if len(sample) else np.empty(0)
         every = np.array([summary.least, *inner[np.isfinite(inner)], summary.most])
-        edges = distinct_edges((every - center) / scale)
+        edges = distinct_edges((every - center) / scale, most)
     if len(edges) < 2:
         return None
     return replace(feature, center=center, scale=scale, edges=edges)
-
-
-def _largest(summary: NumberSummary) -> float:
-    return max(summary.least, summary.most, key=abs)
 
 
 def fix_features(
@@ -140,12 +138,14 @@ def fix_features(
     """
     target = _target(schema, trees, summaries[len(candidate_features(schema)) :])
     found: dict[str, NumericFeature | CategoricalFeature | None] = {}
-    candidates = candidate_features(schema)
+    candidates, far = candidate_features(schema), FarValues()
     for first in range(0, len(candidates), SAMPLES_TOGETHER):
         places = range(first, min(first + SAMPLES_TOGETHER, len(candidates)))
         for place, sample in zip(places, _samples(trees, opened, places), strict=True):
             candidate = candidates[place]
-            found[candidate.name] = scaled_feature(candidate, summaries[place], sample, options)
+            summary = summaries[place]
+            found[candidate.name] = scaled_feature(candidate, summary, sample, options, far)
+    far.warn()
     names = [column.name for column in schema.features if column.kind == "categorical"]
     for first in range(0, len(names), COUNTS_TOGETHER):
         places = range(first, min(first + COUNTS_TOGETHER, len(names)))
@@ -225,8 +225,9 @@ def _target(
         return TargetValues(task="multilabel", names=schema.targets, shares=shares)
     one = summaries[0]
     if not math.isfinite(one.std):
+        largest = max(one.least, one.most, key=abs)
         raise DataError(
-            f"the numbers of {schema.targets[0]} are so large, up to {_largest(one):g}, that their "
+            f"the numbers of {schema.targets[0]} are so large, up to {largest:g}, that their "
             "standard deviation is no number",
             "divide them",
         )
