@@ -69,7 +69,7 @@ class FarValues:
         """Log the values that were found."""
         for name, value in [*self.found.items()][:SHOWN_NAMES]:
             logger.warning(
-                "column %r: its value %r is far from most others, which alone decide its center; "
+                "column %r: its value %r is far from most others, so these alone set its center; "
                 "if this value stands for a missing one, mark it as missing",
                 name,
                 value,
