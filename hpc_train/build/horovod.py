@@ -343,7 +343,9 @@ def build_wheel(directory: Path, mpi: Mpi, archive: Path | None, scratch: Path) 
     patch(source, mpi)
     log = new_log(directory)
     print(f"the compiler's output goes to {log}", flush=True)
-    return keep_wheel(compile_wheel(source, scratch / "wheel", log), directory)
+    wheel = compile_wheel(source, scratch / "wheel", log)
+    log.unlink(missing_ok=True)
+    return keep_wheel(wheel, directory)
 
 
 def install(wheel: Path) -> None:

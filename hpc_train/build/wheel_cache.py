@@ -38,6 +38,9 @@ def find_wheel(directory: Path) -> Path | None:
             with zipfile.ZipFile(wheel) as archive:
                 if archive.testzip() is None:
                     return wheel
+        except OSError as error:
+            print(f"the cached wheel {wheel} cannot be read: {error.strerror}", flush=True)
+            continue
         except Exception:  # noqa: BLE001  # damage may show in any part of the reader
             pass
         print(f"the cached wheel {wheel} is damaged, so it is built again", flush=True)

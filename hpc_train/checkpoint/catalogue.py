@@ -148,10 +148,14 @@ def newest(path: Path) -> Path:
 
 
 def latest_in(folder: Path) -> Path | None:
-    """The checkpoint that the file LATEST of a folder names; None if it cannot be read."""
+    """The checkpoint that the file LATEST of a folder names; None if there is no such file.
+
+    Raises:
+        CheckpointUnreadable: the file system failed again and again.
+    """
     path = folder / LATEST
     with suppress(OSError, ValueError):
-        name = retried(path, lambda: path.read_text(encoding="utf-8")).strip()
+        name = _looked(path, lambda: path.read_text(encoding="utf-8")).strip()
         return folder / name if _NAME.fullmatch(name) else None
     return None
 

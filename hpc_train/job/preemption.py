@@ -30,6 +30,7 @@ ENOUGH = 1002
 INTERRUPTED = 1003
 LEFT = 1004  # above all others: all ranks must then tell who has left
 EARLY = 0.1  # share of a job's time after which it must know how long a checkpoint takes
+AFTER_FAILURE = "the other ranks, after one of them has failed"
 AFTER_LEAVING = "the other ranks, after it left its loop"
 """What a rank waits for that has left its loop."""
 LEAVING = 60.0  # seconds in which the other ranks must follow a rank that has left its loop

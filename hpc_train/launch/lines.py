@@ -22,7 +22,9 @@ from hpc_train.mpi.environment import YIELD, for_launcher, without_launcher
 # name these, which belong to this host, shell, session or job. Open MPI passes its own settings
 # by itself.
 OF_THIS_HOST = re.compile(
-    r"_|(SLURM|SLURMD|SRUN|SBATCH|PBS|LSB|LSF|LS|FLUX|K_MPI|OMPI|PMI|PMIX|PRTE|SSH|XDG|DBUS)_"
+    r"_|(SLURM|SLURMD|SRUN|SBATCH|PBS|LSB|LSF|LS|FLUX|SGE|COBALT)_"
+    r"|(K_MPI|OMPI|PMI|PMIX|PRTE|SSH|XDG|DBUS|POD|KUBERNETES)_"
+    r"|(HOME|USER|LOGNAME|SHELL|MAIL|PE_HOSTFILE|NSLOTS|JOB_ID)$"
     r"|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|TERM|DISPLAY|XAUTHORITY|KRB5CCNAME|TMUX|TMUX_PANE|STY)$"
     r"|(TMPDIR|TMP|TEMP)$"
     r"|((CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK)$"

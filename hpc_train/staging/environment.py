@@ -14,6 +14,7 @@ ENVIRONMENT = "environment"  # the folder of its copy
 ACTIVATE = "activate"  # the script for job scripts
 REMOVE = "remove_at_end"  # the program that removes a node's copies when SLURM ends the job
 STAGED = "HPC_TRAIN_STAGED"  # the variable with the folder of the copies
+REMOVER_WAITS = ".remover_waits"  # the mark of such a program in the folder of the copies
 CONDA = "conda-meta"
 VENV = "pyvenv.cfg"
 
@@ -22,15 +23,16 @@ VENV = "pyvenv.cfg"
 # In the grace time of a preemption SIGKILL comes much later, so SLURM is asked.
 _REMOVE = """#!/bin/sh
 # Removes the copies from this node when SLURM ends the job. Start it on each node.
-#   srun --overlap --mem=0 --ntasks-per-node=1 {program} &
+#   srun --overlap --mem=0 --gres=none --mpi=none --ntasks-per-node=1 {program} & disown
 # Do this before {activate} is read. What has read that file uses the copies.
 folder={folder}
 cd / || exit
 end=
 trap '' HUP INT USR1 USR2
 trap 'end=1' TERM
+: >"$folder/{waits}"
 until [ "$end" ]; do
-    sleep 86400 &
+    sleep 5 & # not for long: a signal that comes now is noticed after it
     wait $!
 done
 tries=0
@@ -106,6 +108,7 @@ def remover(folder: Path) -> str:
         .replace("{activate}", activate)
         .replace("{folder}", quoted)
         .replace("{staged}", STAGED)
+        .replace("{waits}", REMOVER_WAITS)
     )
 
 

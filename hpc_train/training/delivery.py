@@ -8,21 +8,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import Stopped, UserError
+from hpc_train.errors import OF_DATA, Stopped, UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
 from hpc_train.job.leaving import LeftBySome
-from hpc_train.job.preemption import AFTER_LEAVING, StopRequests
+from hpc_train.job.preemption import AFTER_FAILURE, AFTER_LEAVING, StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.launch.protocol import STOP
-from hpc_train.mpi.agreement import same
+from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.seeds import mix
 from hpc_train.training.loop_life import LoopLife, raise_at_end
@@ -241,8 +242,8 @@ class Delivery(LoopLife):
         if not self._begun and not self._told_of_early:
             self._told_of_early = True
             logger.warning(
-                "the optimizer has stepped before loop.epochs was called: each rank reads all "
-                "samples, and no checkpoint has the step: iterate over loop.epochs(dataset, ...)"
+                "the optimizer has stepped before loop.epochs was called: the loop divides no "
+                "samples then, and no checkpoint has the step: iterate over loop.epochs(...)"
             )
         self._stepping.discard(id(optimizer))
         self._stepped.add(id(optimizer))
@@ -276,7 +277,15 @@ class Delivery(LoopLife):
         if self._is_replaced or self._is_over:  # the parameters are another loop's, or nobody waits
             return
         self._leave_step(AFTER_LEAVING)
-        stop.leave(self.group)
+        try:
+            stop.leave(self.group)
+        except OF_DATA:  # ranks that are still in the loop ask whether any have left it
+            self.group.largest(1, AFTER_FAILURE)
+            raise
+        device = next(self.checkpoints.state.model.parameters()).device
+        if device.type == "cuda":
+            with agreed(self.group):  # a GPU that has failed leaves no state to save
+                torch.cuda.synchronize(device)
         what, whole = "the step in which the loop was left", self._is_whole()
         same(self.group, what, f"{self._taken} {whole}", "let all ranks leave it together")
         if whole:

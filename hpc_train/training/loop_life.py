@@ -83,7 +83,12 @@ class LoopLife:
         self._raised |= not isinstance(error, SystemExit | None)
         if leave_together(self.group, error):
             self._failed |= isinstance(error, HpcTrainError) and not isinstance(error, OF_DATA)
-            self.close()
+            try:
+                self.close()
+            except UNSAVED as unsaved:
+                if not self._raised:
+                    raise
+                logger.warning("%s", unsaved)  # the error that has left the block says more
             return
         # The other ranks may not come here. All come where the next loop is made.
         self._is_left = self._to_close = True

@@ -13,7 +13,7 @@ from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.loader import GivenUp, Loader, Step
 from hpc_train.errors import OF_DATA, ConfigError, HpcTrainError, Stopped
 from hpc_train.job.heartbeat import Heartbeat, Pace, restarts
-from hpc_train.job.preemption import StopRequests
+from hpc_train.job.preemption import AFTER_FAILURE, StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.training.saving import Saving
 
@@ -66,7 +66,7 @@ def guarded_steps(
     for done in range(loader.steps.start - 1, loader.steps.stop - 1):
         # A job that was restarted shortly before its end has computed steps before. Any other one
         # takes a step, whatever a save took before: that may have been an exception.
-        first = done == loader.steps.start - 1 and not restarts()
+        first = done == loader.steps.start - 1 and not restarts() and not checkpoints.longest_save
         needed = pace.longest + (0.0 if first else saving.reserve(checkpoints))
         untried = saving.untried and done > loader.steps.start - 1
         # If it goes on after a first checkpoint, it needs the batch.
@@ -125,19 +125,21 @@ def _saved_at_failure(saving: Saving, checkpoints: Checkpoints, step: int) -> It
     try:
         yield
     except Exception as error:
-        # All ranks are between two steps, so the state is whole.
-        alone = checkpoints.group.comm is None and not isinstance(error, HpcTrainError)
-        if alone or isinstance(error, OF_DATA):
+        # All ranks are between two steps, so the state is whole. But some may have left the loop.
+        group = checkpoints.group
+        alone = group.comm is None and not isinstance(error, HpcTrainError)
+        if alone or (isinstance(error, OF_DATA) and not group.largest(0, AFTER_FAILURE)):
             try:
                 saving.last(checkpoints, step)
-            except HpcTrainError as unsaved:
+            except (HpcTrainError, OSError, RuntimeError) as unsaved:
                 logger.warning("step %d is not saved: %s", step, unsaved)
         raise
 
 
 def _tell_of_short_job(stop: StopRequests, saving: Saving, checkpoints: Checkpoints) -> None:
     """Warn on rank 0 if the job may end before a checkpoint is written."""
-    if restarts() or checkpoints.group.rank > 0 or _asked_to_stop(stop, 0.0):
+    known = restarts() or saving.none or checkpoints.longest_save
+    if known or checkpoints.group.rank > 0 or _asked_to_stop(stop, 0.0):
         return
     if _asked_to_stop(stop, saving.reserve(checkpoints)):
         logger.warning(

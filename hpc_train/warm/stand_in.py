@@ -29,9 +29,8 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Blocked at first in our own program, which unblocks them once it has loaded its libraries.
 HELD = (*END_SIGNALS[:2], signal.SIGUSR1, signal.SIGUSR2)
 SERVER_PATIENCE = 5.0  # seconds that a signal to end waits for a server that does not answer
-# Options of Python that a fork need not have. Our own stand-ins have some of them, and launched
-# ranks never buffer their output (-u).
-NO_MATTER = "uESsP"
+OWN_OPTIONS = ("-S", "-E")  # of Python, for a stand-in; its program starts without them
+NO_MATTER = "uBq"  # options that a fork need not have; ranks never buffer their output (-u)
 REQUEST_BYTES = 1 << 18  # largest request; a rank with a larger environment starts cold
 DESCRIPTORS = 250  # most descriptors in one message (SCM_MAX_FD is 253)
 
@@ -42,7 +41,7 @@ forked_by = ""
 def command(program: Sequence[str]) -> list[str]:
     """The command line that starts a program warm. `python PROGRAM` starts it cold."""
     here = os.path.dirname(os.path.realpath(__file__))
-    return [sys.executable, "-S", "-E", f"{here}/__main__.py", *program]
+    return [sys.executable, *OWN_OPTIONS, f"{here}/__main__.py", *program]
 
 
 def main() -> int:
@@ -113,6 +112,8 @@ def check_program(program: Sequence[str]) -> None:
 
 def interpreter_option(words: Sequence[str]) -> str:
     """The first option of Python on a command line that changes how programs run; "" if none."""
+    if tuple(words[1:3]) == OWN_OPTIONS:
+        return ""
     for word in words[1:]:
         if not word.startswith("-"):
             break

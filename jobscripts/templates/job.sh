@@ -149,8 +149,8 @@ remove_copies() { # SECONDS
 #% block left_alone %#
 #% endblock %#
     timeout -s KILL "$1" "${stage_launcher[@]}" "${stage[@]}" --clean && return
-    rm -rf "$copies"
-    echo "the copies are removed from this node only: $copies may still be on the job's other nodes"
+    timeout -s KILL 10 rm -rf "$copies"
+    echo "the copies were not removed from all nodes: look for $copies there"
 }
 if [ -z "$signalled" ]; then
     copies=$("${stage[@]}" --where) || fail staging

@@ -15,9 +15,12 @@ unset HPC_TRAIN_DEADLINE # may be that of the job that has queued this one
 exported=${SLURM_EXPORT_ENV:-ALL} # what `sbatch --export` has named for this job
 export SLURM_EXPORT_ENV=ALL       # srun would pass only the same to the ranks
 case $exported in # the same for the next job, and what that one has to know
-    ALL | ALL,* | *HPC_TRAIN_QUEUED) ;;
+    ALL | ALL,*) exported=ALL ;;
     NONE | NIL) exported=HPC_TRAIN_QUEUED ;;
-    *) exported+=,HPC_TRAIN_QUEUED ;;
+    *) # names alone: values may be secrets, and are in the environment by now
+        exported=$(sed 's/="[^"]*"//g; s/=[^,]*//g' <<<"$exported")
+        [[ $exported == *HPC_TRAIN_QUEUED ]] || exported+=,HPC_TRAIN_QUEUED
+        ;;
 esac
 if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
     SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
@@ -77,11 +80,15 @@ if [ -n "$no_kill" ] && [ "$requeue_by" != never ] && [ "$count" -lt "$max_reque
 fi
 #% endblock %#
 #% block left_alone %#
-    [ -z "$remover" ] || [ -z "$terminated" ] || return # SLURM may start no step now
+    # SLURM may start no step now. If none waits for it, this script removes what it can.
+    if [ -n "$remover" ] && [ -n "$terminated" ]; then
+        [ -d "$copies" ] && [ ! -e "$copies/.remover_waits" ] || return
+    fi
 #% endblock %#
 #% block remover %#
         # SLURM starts no step while it ends a job. This one waits on each node, and removes the copy then.
-        srun --overlap --mpi=none --mem=0 --no-kill --nodes="$SLURM_JOB_NUM_NODES" \
+        env -u SLURM_GPUS -u SLURM_GPUS_PER_NODE -u SLURM_GPUS_PER_TASK -u SLURM_NTASKS_PER_GPU \
+            srun --overlap --mpi=none --mem=0 --gres=none --no-kill --nodes="$SLURM_JOB_NUM_NODES" \
             --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 \
             --output=none --error=none "$copies/remove_at_end" >/dev/null 2>&1 &
         remover=$!

@@ -21,11 +21,11 @@ def test_all_other_values_stay_apart_in_float32(code, share):
     assert len(made.edges) > 25
     scaled = made.values({"x": np.append(filled, [code * 10, np.inf])}).astype(np.float32)
     assert len(np.unique(scaled[:-2][filled != code])) > 0.9 * (filled != code).sum()
-    assert np.abs(scaled[:-1]).max() < 1e14  # finite, and so are its squares
+    assert np.abs(scaled[:-1]).max() <= 100
     assert np.isnan(scaled[-1])
 
 
-@pytest.mark.parametrize("values", [[0, 1, 1e37], [-1e37, -1e36, 1, 2, 3], [-1e37, 0, 1, 1e37]])
+@pytest.mark.parametrize("values", [[0, 1, 1e37], [-1e37, 1, 2, 3], [-1e37, 0, 1, 1e37]])
 def test_few_different_values_stay_apart(values):
     made = fit_numeric("x", "x", None, np.repeat(np.array(values, np.float64), 50))
     assert len(np.unique(made.values({"x": np.array(values)}).astype(np.float32))) == len(values)

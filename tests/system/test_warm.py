@@ -267,7 +267,7 @@ def test_a_fork_that_fails_ends_no_other_rank(tmp_path):
         assert process.poll() is None
 
 
-@pytest.mark.parametrize(("option", "why"), [("-O", "option -O"), ("-Xdev", "-Xdev"), ("-u", "")])
+@pytest.mark.parametrize(("option", "why"), [("-O", "option -O"), ("-s", "option -s"), ("-u", "")])
 def test_a_training_under_python_with_options_of_its_own_starts_cold(option, why):
     words = [sys.executable, option, "-m", "hpc_train", "train", "no-such.yaml"]
     done = run(*words, environ={key.WHY: "1"})

@@ -170,6 +170,26 @@ def test_an_error_in_data_or_evaluation_loses_no_finished_step(job, together, wh
     assert [path.name for path in together.glob("*.safetensors")] == ["step-000000003.safetensors"]
 
 
+@pytest.mark.mpi(min_size=2)
+def test_data_that_fails_when_a_rank_has_left_ends_all_ranks(job, together):
+    model = torch.nn.Linear(5, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def program():
+        with Loop(job, together, model, optimizer) as loop:
+            for _, batches in loop.epochs(Damaged(), batch=BATCH, epochs=1, shuffle=False):
+                for inputs, targets in batches:
+                    optimizer.zero_grad()
+                    cross_entropy(model(inputs), targets).backward()
+                    optimizer.step()
+                    if loop.step_number == 3 and job.world.rank == 0:
+                        return
+
+    with pytest.raises(RankError, match="damaged"):
+        program()
+    assert not [*together.glob("*.safetensors")]
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["data", "break"])
 def test_ranks_that_go_different_ways_are_told_and_not_left_waiting(job, together, kind):

@@ -19,7 +19,9 @@ from hpc_train.errors import DataError
 UNKNOWN, MISSING_CODE, FIRST_CODE = 0, 1, 2  # codes of categories; the known ones follow
 DAY = 86400.0  # seconds
 LEAST_EDGE, MOST_EDGE = 1e-30, 1e37  # sizes of edges besides 0
-FAR_EDGE = 1e10  # largest size where values are far from most others, an exact float32
+# The largest size of an edge where values are far from most others: an exact float32, and one that
+# no edge has by chance. Embeddings that multiply a value would make much of a larger one.
+FAR_EDGE = 100.0 - 2.0**-17
 DatePart = Literal["days", "month", "weekday", "hour"]
 DATE_PARTS: tuple[DatePart, ...] = get_args(DatePart)
 RawColumns = Mapping[str, Any]

@@ -14,6 +14,7 @@ from hpc_train.data.tables.features import (
     FAR_EDGE,
     FIRST_CODE,
     MISSING_CODE,
+    MOST_EDGE,
     CategoricalFeature,
     DatePart,
     NumericFeature,
@@ -108,10 +109,12 @@ def fit_numeric(
     center, scale = 2 * (least / 2 + half * float(shrunk.mean())), half * (2 * float(shrunk.std()))
     if not scale:
         return constant
-    center, scale = (far or FarValues()).scale(name, known, center, scale)
+    far = far or FarValues()
+    center, scale = far.scale(name, known, center, scale)
+    most = FAR_EDGE if name in far.found else MOST_EDGE
     with np.errstate(over="ignore"):
-        scaled = np.clip((known - center) / scale, -FAR_EDGE, FAR_EDGE)
-    edges = distinct_edges(np.quantile(scaled, np.linspace(0.0, 1.0, bins + 1)), FAR_EDGE)
+        scaled = np.clip((known - center) / scale, -most, most)
+    edges = distinct_edges(np.quantile(scaled, np.linspace(0.0, 1.0, bins + 1)), most)
     if len(edges) < 2:
         return constant
     return replace(constant, center=center, scale=scale, edges=edges)

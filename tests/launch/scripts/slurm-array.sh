@@ -58,9 +58,12 @@ unset HPC_TRAIN_DEADLINE # may be that of the job that has queued this one
 exported=${SLURM_EXPORT_ENV:-ALL} # what `sbatch --export` has named for this job
 export SLURM_EXPORT_ENV=ALL       # srun would pass only the same to the ranks
 case $exported in # the same for the next job, and what that one has to know
-    ALL | ALL,* | *HPC_TRAIN_QUEUED) ;;
+    ALL | ALL,*) exported=ALL ;;
     NONE | NIL) exported=HPC_TRAIN_QUEUED ;;
-    *) exported+=,HPC_TRAIN_QUEUED ;;
+    *) # names alone: values may be secrets, and are in the environment by now
+        exported=$(sed 's/="[^"]*"//g; s/=[^,]*//g' <<<"$exported")
+        [[ $exported == *HPC_TRAIN_QUEUED ]] || exported+=,HPC_TRAIN_QUEUED
+        ;;
 esac
 if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
     SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
