@@ -382,7 +382,7 @@ def test_the_copies_are_removed_before_slurm_requeues_the_job(tmp_path):
 def test_a_job_says_which_copies_it_could_not_remove(shell):
     stages = STAGES.replace("rm -r copies;", "exit 1;")
     done = shell.run("true", staging=replace(STAGING, launcher=["bash", "-c", stages]))
-    assert "copies may still be on the job's other nodes" in done.stdout
+    assert "the copies were not removed from all nodes: look for copies there" in done.stdout
     assert not (shell.folder / "copies").exists()
 
 
