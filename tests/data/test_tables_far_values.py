@@ -21,7 +21,7 @@ def test_all_other_values_stay_apart_in_float32(code, share):
     assert len(made.edges) > 25
     scaled = made.values({"x": np.append(filled, [code * 10, np.inf])}).astype(np.float32)
     assert len(np.unique(scaled[:-2][filled != code])) > 0.9 * (filled != code).sum()
-    assert np.abs(scaled[:-1]).max() <= 100
+    assert np.abs(scaled[:-1]).max() < 1000
     assert np.isnan(scaled[-1])
 
 
