@@ -169,6 +169,8 @@ class StopRequests:
         """Whether the ranks have agreed to save once, to measure how long that takes."""
         self.asked = False
         """Whether the ranks have agreed on what a rank asked for, see `agree`."""
+        self.left = False
+        """Whether some ranks had left the loop when the data of another one failed."""
         self._total = math.inf
         self._looked = 0.0
         self._started = psutil.Process().create_time()

@@ -137,6 +137,9 @@ class Delivery(LoopLife):
         except LeftBySome:
             self._is_over = True
             raise
+        except OF_DATA:
+            self._failed |= stop.left
+            raise
         except Stopped as stopped:  # the exit code must say so even if the program catches it
             records.report.ending = ("stopped", stopped.reason)
             self._runtime.at_end.append(partial(raise_at_end, stopped))
@@ -281,6 +284,7 @@ class Delivery(LoopLife):
             stop.leave(self.group)
         except OF_DATA:  # ranks that are still in the loop ask whether any have left it
             self.group.largest(1, AFTER_FAILURE)
+            self._failed = True
             raise
         device = next(self.checkpoints.state.model.parameters()).device
         if device.type == "cuda":

@@ -310,23 +310,14 @@ class Loop(Stepping):
             UserError: other ranks have not left the loop.
             CheckpointError: the last checkpoint could not be written.
         """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            with self._watched():
-                self._end()
-                self.checkpoints.close()
-                with keeping_divided(self.averager, self._runtime, failed=self._failed):
-                    self.averager.close()
-                batch_norms.release(self.checkpoints.state.model, self.collectives)
-                self._calls.close()
-        except BaseException:
-            self._stop_watchdog()
-            raise
-        if self._watchdog is not None:
-            self._watchdog.close()
-        self._forget_watchdog()
+        self._close()
+
+    def _release(self) -> None:
+        self.checkpoints.close()
+        with keeping_divided(self.averager, self._runtime, failed=self._failed):
+            self.averager.close()
+        batch_norms.release(self.checkpoints.state.model, self.collectives)
+        self._calls.close()
 
     def register(self, name: str, thing: Registrable) -> None:
         """Let checkpoints hold an object's state, and `epochs` restore it. Collective.

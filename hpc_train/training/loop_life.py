@@ -21,7 +21,7 @@ from hpc_train.errors import (
     NotFiniteError,
     UserError,
 )
-from hpc_train.job.leaving import leave_together
+from hpc_train.job.leaving import LeftBySome, leave_together
 from hpc_train.models.gate import Gate
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
@@ -67,11 +67,39 @@ class LoopLife:
         self._failed = False  # the program has failed, so no last checkpoint is written
         self._raised = False  # an error, not sys.exit(), has left the `with` block on this rank
         self._closed = False
+        self._leaves_block = False  # all ranks leave the `with` block, perhaps by an error
         self._hooks: list[RemovableHandle | Gate] = []
         self._watchdog: Watchdog | None = None
 
     def close(self) -> None:
         """Release what the loop holds. Collective."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Do what `close` does, once. Collective."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with self._watched():
+                try:
+                    self._end()
+                except (LeftBySome, *OF_DATA):
+                    # Ranks that were in the loop leave the block by this error, and release, too.
+                    if self._leaves_block:
+                        self._failed = True
+                        self._release()
+                    raise
+                self._release()
+        except BaseException:
+            self._stop_watchdog()
+            raise
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._forget_watchdog()
+
+    def _release(self) -> None:
+        """Release what the loop holds, after its end. Collective."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -82,6 +110,7 @@ class LoopLife:
     ) -> None:
         self._raised |= not isinstance(error, SystemExit | None)
         if leave_together(self.group, error):
+            self._leaves_block = True
             self._failed |= isinstance(error, HpcTrainError) and not isinstance(error, OF_DATA)
             try:
                 self.close()

@@ -171,13 +171,18 @@ def test_an_error_in_data_or_evaluation_loses_no_finished_step(job, together, wh
 
 
 @pytest.mark.mpi(min_size=2)
-def test_data_that_fails_when_a_rank_has_left_ends_all_ranks(job, together):
+@pytest.mark.parametrize(
+    ("dataset", "error", "line"),
+    [(Damaged(), RankError, "damaged"), (data(), UserError, "left the loop before its end")],
+    ids=["damaged", "sound"],
+)
+def test_a_block_that_some_ranks_leave_early_ends_on_all(job, together, dataset, error, line):
     model = torch.nn.Linear(5, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def program():
         with Loop(job, together, model, optimizer) as loop:
-            for _, batches in loop.epochs(Damaged(), batch=BATCH, epochs=1, shuffle=False):
+            for _, batches in loop.epochs(dataset, batch=BATCH, epochs=1, shuffle=False):
                 for inputs, targets in batches:
                     optimizer.zero_grad()
                     cross_entropy(model(inputs), targets).backward()
@@ -185,7 +190,7 @@ def test_data_that_fails_when_a_rank_has_left_ends_all_ranks(job, together):
                     if loop.step_number == 3 and job.world.rank == 0:
                         return
 
-    with pytest.raises(RankError, match="damaged"):
+    with pytest.raises(error, match=line):
         program()
     assert not [*together.glob("*.safetensors")]
 
