@@ -170,7 +170,7 @@ class RankError(HpcTrainError):
 
 
 OF_DATA = (DataError, RankError)
-"""Errors of the user's data and functions, which leave the state of training as it was."""
+"""Errors of the user's data and functions. They are no sign that the state of training is wrong."""
 
 
 class ReadNote(str):

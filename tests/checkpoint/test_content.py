@@ -31,7 +31,7 @@ def test_a_second_resume_frees_the_optimizers_state_of_the_first(tmp_path):
 
 
 def without_memory(monkeypatch, copies: int) -> list[weakref.ref[torch.Tensor]]:
-    """Let tensors be copied so many times, and not once more; returns the copies."""
+    """Let the copy after the given number of copies fail; returns the copies that were made."""
     clone, made = torch.Tensor.clone, []
 
     def limited(tensor, **how):

@@ -41,7 +41,7 @@ class FarValues:
 
         Args:
             name: name of the feature.
-            values: its values, finite, of which some differ, float64 (N,).
+            values: its finite values, not all of them equal, float64 (N,).
             center: the center that is wanted; it may have overflowed.
             scale: the scale that is wanted, likewise.
 

@@ -19,8 +19,9 @@ from hpc_train.errors import DataError
 UNKNOWN, MISSING_CODE, FIRST_CODE = 0, 1, 2  # codes of categories; the known ones follow
 DAY = 86400.0  # seconds
 LEAST_EDGE, MOST_EDGE = 1e-30, 1e37  # sizes of edges besides 0
-# The largest size of an edge where values are far from most others: an exact float32, and one that
-# no edge has by chance. Embeddings that multiply a value would make much of a larger one.
+# The largest size of an edge in columns that have values far from most others. It is an exact
+# float32, and no other edge is likely to be equal to it. Embeddings that multiply a value by a
+# weight would give large numbers for a larger one.
 FAR_EDGE = 100.0 - 2.0**-17
 DatePart = Literal["days", "month", "weekday", "hour"]
 DATE_PARTS: tuple[DatePart, ...] = get_args(DatePart)
