@@ -5,6 +5,7 @@ One rank asks, once, before MPI is started: a process that has MPI must not star
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -18,6 +19,9 @@ from hpc_train.host import programs
 from hpc_train.launch.protocol import DEADLINE, seconds_to_end
 from hpc_train.mpi.group import Group
 
+logger = logging.getLogger(__name__)
+
+JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 SCHEDULER_PATIENCE = 20.0  # seconds to wait for the scheduler's answer
 
 
@@ -40,6 +44,12 @@ def of_job(group: Group, margin: float | None = None) -> float | None:
     """
     noted = group.from_first(lambda: os.environ.get(DEADLINE))
     if not noted:
+        if group.rank == 0 and any(name in os.environ for name in JOB_IDS):
+            logger.info(
+                "the end of this job is not known, so the run does not stop before it: "
+                "give run.time_limit (time_limit of a Loop), or set %s",
+                DEADLINE,
+            )
         return None
     with suppress(ValueError):
         if not math.isnan(end := float(noted)):
@@ -50,10 +60,15 @@ def of_job(group: Group, margin: float | None = None) -> float | None:
 def ask_end(environ: Mapping[str, str]) -> float | None:
     """The end of the job in seconds since 1970; None without a job, a limit or an answer."""
     if "SLURM_JOB_ID" in environ:
-        if environ.get("SLURM_JOB_END_TIME", "").isdigit():  # since Slurm 22.05, or later
+        if environ.get("SLURM_JOB_END_TIME", "").isdigit():  # newer SLURMs set it
             return float(environ["SLURM_JOB_END_TIME"])
-        words = ("squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%L")
-        text = programs.output(*words, timeout=SCHEDULER_PATIENCE).strip()
+        # The last task of an array has the array's id, and a heterogeneous job that of its first
+        # component: the answer has a line for each task or component.
+        own = environ["SLURM_JOB_ID"]
+        words = ("squeue", "-h", "-j", own, "-o", "%A %L")
+        told = programs.output(*words, timeout=SCHEDULER_PATIENCE)
+        found = re.search(rf"^{own} +(\S+)", told, re.MULTILINE)
+        text = found[1] if found else ""
         # squeue leaves out the hours of less than one, and says UNLIMITED where there is no limit.
         left = parse_duration(f"0:{text}" if text.count(":") == 1 else text)
         return None if left is None else time.time() + left

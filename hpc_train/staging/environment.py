@@ -39,7 +39,8 @@ tries=0
 while grep -qszxF "{staged}=$folder" /proc/[0-9]*/environ; do
     tries=$((tries + 1))
     if [ $((tries % 30)) -eq 0 ] &&
-        [ "$(timeout 5 squeue -h -j "$SLURM_JOB_ID" -o %T)" = COMPLETING ]; then
+        timeout 5 squeue -h -j "$SLURM_JOB_ID" -o '%A %T' |
+        grep -qx "$SLURM_JOB_ID COMPLETING"; then
         break # SIGKILL comes soon
     fi
     sleep 0.5

@@ -47,9 +47,26 @@ def answers(tmp_path, monkeypatch):
     ],
 )
 def test_slurm_tells_how_much_is_left(answers, text, expected):
-    answers("squeue", text)
+    answers("squeue", f"7 {text}")
     end = deadline.ask_end({"SLURM_JOB_ID": "7"})
     assert end is None if expected is None else abs(end - time.time() - expected) < 5
+
+
+def test_slurm_answers_for_the_last_task_of_an_array_with_all_tasks(answers):
+    """That task has the array's id, as the first component of a heterogeneous job has the job's."""
+    answers("squeue", "71 9:00\n7 5:00\n8 1:00")
+    assert abs(deadline.ask_end({"SLURM_JOB_ID": "7"}) - time.time() - 300) < 5
+
+
+@pytest.mark.parametrize("variable", deadline.JOB_IDS)
+def test_a_job_whose_end_nobody_tells_is_no_secret(monkeypatch, caplog, variable):
+    monkeypatch.delenv(protocol.DEADLINE, raising=False)
+    caplog.set_level("INFO")
+    assert deadline.of_job(Group()) is None
+    assert not caplog.messages, "there is no job"
+    monkeypatch.setenv(variable, "7")
+    assert deadline.of_job(Group()) is None
+    assert "the end of this job is not known" in caplog.text
 
 
 def test_newer_slurms_set_a_variable():
@@ -88,7 +105,7 @@ def test_an_end_that_is_no_number_is_refused(monkeypatch):
 
 
 def test_what_the_script_says_comes_first(answers, monkeypatch):
-    answers("squeue", "1:00:00")
+    answers("squeue", "7 1:00:00")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv(protocol.DEADLINE, "1700000000")
     deadline.note_end()

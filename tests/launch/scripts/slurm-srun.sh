@@ -59,7 +59,7 @@ case $exported in # the same for the next job, and what that one has to know
         [[ $exported == *HPC_TRAIN_QUEUED ]] || exported+=,HPC_TRAIN_QUEUED
         ;;
 esac
-if [ -z "$SLURM_JOB_END_TIME" ]; then # before SLURM 22.05
+if [ -z "$SLURM_JOB_END_TIME" ]; then # only newer SLURMs set it
     SLURM_JOB_END_TIME=$(timeout 20 "$squeue" -h -j "$job" -o %e 2>/dev/null)
     SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:+$(date +%s -d "$SLURM_JOB_END_TIME" 2>/dev/null)}
 fi
