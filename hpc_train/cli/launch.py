@@ -65,7 +65,9 @@ def options() -> Parser:
     made.add_argument("--image", help="container image in which each rank runs: a file or a name")
     add_image_options(made)
     made.add_argument(
-        "--cores", **COUNT, help="cores of each host (default: as many as this host has)"
+        "--cores",
+        **COUNT,
+        help="cores of each host (default: those of the SLURM job, or as many as this host has)",
     )
     made.add_argument(
         "--dry_run", action="store_true", help="print the launcher's line, and start nothing"

@@ -117,6 +117,11 @@ def options() -> Parser:
         help="parallel efficiency below which more nodes are not worth it (default: %(default)s)",
     )
     made.add_argument(
+        "--cores",
+        help="where the runs are started here: cores of each host, as for `hpc-train launch`",
+        **COUNT,
+    )
+    made.add_argument(
         "--dry_run", action="store_true", help="list the runs of the study, and start nothing"
     )
     return made
@@ -142,7 +147,7 @@ def run(arguments: Sequence[str]) -> int:
         say(f"{study.repeats * len(study.nodes) - len(left)} runs are finished already")
     try:
         if here:
-            failed = run_here(study, request, left, say)
+            failed = run_here(study, request, left, say, given.cores)
         else:
             queued = QueuedRuns(study, request, given.jobs_at_once, say)
             failed = queued.submit(left, wait=not given.no_wait)
@@ -229,6 +234,11 @@ def _runs_here(given: Namespace, request: SubmitRequest) -> bool:
 
     inside = request.scheduler is None and request.site is None and allocated(os.environ)
     if not inside and request.scheduler != "local":
+        if given.cores:
+            raise UserError(
+                "--cores is for runs that are started here, and these are jobs in a queue",
+                "give --threads, the cores of each rank",
+            )
         return False
     if given.no_wait or given.jobs_at_once:
         raise UserError(

@@ -19,7 +19,7 @@ from hpc_train.launch import containers, warm_start
 from hpc_train.launch.attempt import stop_with_script
 from hpc_train.launch.containers import Container
 from hpc_train.launch.hosts import Allocation, Host, allocated, parse_hosts, read_file, take_hosts
-from hpc_train.launch.launchers import FoundLauncher, cores_here, find_launcher, threads_of
+from hpc_train.launch.launchers import FoundLauncher, cores_of_hosts, find_launcher, threads_of
 from hpc_train.launch.lines import LaunchedJob, Line
 from hpc_train.launch.protocol import STOP
 from hpc_train.launch.site_line import launcher_of
@@ -45,7 +45,8 @@ class LaunchRequest:
         image_tool: the program that runs the image; None: the first one of IMAGE_TOOLS found here.
         image_options: further words for that program.
         restarts: maximum number of restarts after failures.
-        cores: physical cores of a host; None: as many as this host has.
+        cores: physical cores of a host; None: those that SLURM has given, or as many as this host
+            has.
         dry_run: print the line, and start nothing.
         cold: each rank imports its libraries itself; by default one process per node does.
     """
@@ -87,7 +88,7 @@ def launch(request: LaunchRequest) -> int:
         )
     used = take_hosts(hosts, ranks) if hosts else []
     command, config, file = _command(request)
-    cores = request.cores or cores_here()
+    cores = request.cores or cores_of_hosts(os.environ)
     full = max((host.slots for host in used), default=ranks)
     threads = threads_of(os.environ, cores, full)
     # Each container has namespaces of its own, so that no process can fork all ranks of a node.
@@ -104,8 +105,6 @@ def launch(request: LaunchRequest) -> int:
         _say(f"{stop} is there: nothing is started")
         return 0
     launcher = _launcher(request, allocation)
-    if launcher.note:
-        _say(launcher.note)
     if request.line is None:  # a site's line binds ranks in its own way
         _say_unbound(job, launcher.kind, allocation)
     line = launcher.make(job)
@@ -142,8 +141,13 @@ def _passing_all(allocation: Allocation | None) -> dict[str, str]:
 
 
 def _launcher(request: LaunchRequest, allocation: Allocation | None) -> FoundLauncher:
+    if "SLURM_HET_SIZE" in os.environ:
+        _say("this job is heterogeneous, and SLURM tells the hosts of its first component only")
     if request.line is None:
-        return find_launcher(request.program, allocation.scheduler if allocation else None)
+        found = find_launcher(request.program, allocation.scheduler if allocation else None)
+        if found.note:
+            _say(found.note)
+        return found
     if request.program:
         raise UserError("--launcher and --line are both given", "give one of them")
     return launcher_of(request.line)

@@ -94,7 +94,7 @@ def allocated(environ: Mapping[str, str]) -> Allocation | None:
     Raises:
         UserError: the scheduler's variables or files are not what its manual says.
     """
-    if "SLURM_JOB_NODELIST" in environ:
+    if "SLURM_JOB_NODELIST" in environ or "SLURM_HET_SIZE" in environ:
         return Allocation("slurm", _slurm(environ))
     if "PBS_NODEFILE" in environ:
         return Allocation("pbs", read_file(Path(environ["PBS_NODEFILE"])))
@@ -121,7 +121,17 @@ def allocated(environ: Mapping[str, str]) -> Allocation | None:
     return None
 
 
+def slurm_cpus(environ: Mapping[str, str]) -> int:
+    """CPUs that a SLURM job has on the node where it has the fewest; 0 outside of such a job."""
+    return min(_repeated(environ.get("SLURM_JOB_CPUS_PER_NODE", "")), default=0)
+
+
 def _slurm(environ: Mapping[str, str]) -> list[Host]:
+    if "SLURM_JOB_NODELIST" not in environ:
+        raise UserError(
+            "salloc has made a heterogeneous job, and does not tell its hosts",
+            "ask for a job of one component, or use sbatch",
+        )
     names = expand(environ["SLURM_JOB_NODELIST"])
     counts = _repeated(environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
     if len(counts) != len(names):

@@ -14,6 +14,7 @@ from pathlib import Path
 from hpc_train.errors import SetupError
 from hpc_train.host.cores import physical_cores
 from hpc_train.host.programs import output
+from hpc_train.launch.hosts import slurm_cpus
 from hpc_train.launch.lines import (
     LaunchedJob,
     Line,
@@ -26,6 +27,7 @@ from hpc_train.launch.lines import (
     pals,
     srun,
 )
+from hpc_train.launch.schedulers import scheduler_of
 
 # For srun's --mpi: Slurm's plugins that start each kind of MPI, best first. The Slurms of Cray and
 # ParTec have plugins of their own.
@@ -250,7 +252,29 @@ def cores_here() -> int:
     return len(physical_cores(os.sched_getaffinity(0)))
 
 
+def cores_of_hosts(environ: Mapping[str, str]) -> int:
+    """Physical cores of each host of this job: those that SLURM has given, or as many as here."""
+    cpus = slurm_cpus(environ)
+    if not cpus:
+        return cores_here()
+    if "SLURMD_NODENAME" in environ:  # this is one of the hosts
+        return min(cpus, cores_here())
+    # `salloc` runs its command on the login host, which may have more cores, or fewer.
+    queue, nodes = (environ.get(f"SLURM_JOB_{name}", "") for name in ("PARTITION", "NODELIST"))
+    node = scheduler_of("slurm").node_cores(queue, nodes)
+    if node is None:
+        return cpus
+    by_core = environ.get("SLURM_THREADS_PER_CORE") == "1"
+    return min(node.cores, cpus if by_core else max(1, cpus // node.hardware_threads))
+
+
 def threads_of(environ: Mapping[str, str], cores: int, per_host: int) -> int:
-    """Threads of a rank: what the user has set, or an equal part of the host's cores."""
+    """Threads of a rank: what the user has set, or an equal part of the host's cores.
+
+    It is at most SLURM's --cpus-per-task.
+    """
     given = environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) else max(1, cores // per_host)
+    if given.isdigit() and int(given):
+        return int(given)
+    asked = int(environ.get("SLURM_CPUS_PER_TASK") or cores)
+    return max(1, min(asked, cores // per_host))

@@ -92,7 +92,7 @@ class LaunchedJob:
             return "not all hosts have the same number of ranks"
         if (needed := self.per_host * self.threads) > self.cores:
             ranks = f"{self.per_host} ranks of {self.threads} threads need {needed} cores"
-            return f"{ranks}, and this host has {self.cores} for the job"
+            return f"{ranks}, and a host has {self.cores} for the job"
         return ""
 
     @property

@@ -108,7 +108,11 @@ class QueuedRuns:
 
 
 def run_here(
-    study: ScaleStudy, request: SubmitRequest, runs: Sequence[ScaleRun], say: Say
+    study: ScaleStudy,
+    request: SubmitRequest,
+    runs: Sequence[ScaleRun],
+    say: Say,
+    cores: int | None = None,
 ) -> list[ScaleRun]:
     """Start runs one after the other by `hpc-train launch`, on the hosts of this job or here.
 
@@ -117,6 +121,7 @@ def run_here(
         request: the configuration, and the options of the training.
         runs: the runs, in their order.
         say: prints a line for the user.
+        cores: physical cores of a host; None: as `hpc-train launch` finds them.
 
     Returns:
         The runs that have ended without a result.
@@ -137,7 +142,7 @@ def run_here(
     if not allocation and "OMP_NUM_THREADS" not in environ:
         # Otherwise the ranks of a small job would have more cores each than those of a large one.
         ranks = max(study.nodes) * study.ranks_per_node
-        environ["OMP_NUM_THREADS"] = str(max(1, cores_here() // ranks))
+        environ["OMP_NUM_THREADS"] = str(max(1, (cores or cores_here()) // ranks))
     failed = []
     for run in runs:
         words = [sys.executable, "-m", "hpc_train", "launch"]
@@ -145,6 +150,7 @@ def run_here(
         if allocation:
             slots = (f"{name}:{study.ranks_per_node}" for name in names[: run.nodes])
             words += ["-H", ",".join(slots)]
+        words += ["--cores", str(cores)] if cores else []
         words += ["--", "train", str(request.config), *request.options, *run.options]
         run.directory.mkdir(parents=True, exist_ok=True)
         code = _run(words, environ, run)

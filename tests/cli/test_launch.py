@@ -202,8 +202,12 @@ def test_a_full_disk_below_its_standard_error_ends_no_job():
     ("cores", "environ", "told"),
     [
         ("8", {}, ""),
-        ("2", {}, "4 ranks of 2 threads need 8 cores, and this host has 2"),
-        ("2", {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4"}, "--threads-per-core=1"),
+        ("2", {}, "4 ranks of 2 threads need 8 cores, and a host has 2"),
+        (
+            "2",
+            {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4", "SLURM_HET_SIZE": "2"},
+            "--threads-per-core=1",
+        ),
     ],
 )
 def test_it_says_that_ranks_are_not_bound(cores, environ, told):
@@ -211,6 +215,7 @@ def test_it_says_that_ranks_are_not_bound(cores, environ, told):
     done = run(*hpc_train("launch", *words), environ={"OMP_NUM_THREADS": "2", **environ})
     assert told in done.stderr
     assert ("ranks are not bound to cores" in done.stderr) == bool(told)
+    assert ("is heterogeneous" in done.stderr) == ("SLURM_HET_SIZE" in environ)
     in_slurm = "SLURM_JOB_NODELIST" in environ
     assert ("SLURM_EXPORT_ENV=ALL" in done.stdout) == in_slurm, "for jobs of --export=NONE"
 

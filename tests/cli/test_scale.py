@@ -169,6 +169,7 @@ def test_a_dry_run_lists_the_runs_and_starts_nothing(desk):
             "--queue means nothing",
         ),
         (["--nodes", "1", "--scheduler", "local", "--out", "x", "--no_wait"], "started here"),
+        (["--nodes", "1", "--cores", "4"], "--cores is for runs that are started here"),
         (["--nodes", "1", "--nonsense", "2"], "--nonsense"),
         (["--nodes", "1", "--run.sede", "2"], "did you mean --run.seed"),
         (["--nodes", "1", "--", "python", "x.py"], "no command after --"),

@@ -82,6 +82,14 @@ def test_export_none_holds_for_each_job_and_keeps_nothing_from_the_ranks(up, tmp
     assert printed.count("rank: mine \n") == 4, printed
 
 
+def test_launch_below_salloc_has_the_cores_of_the_job_and_not_of_the_login_host(up):
+    words = ["salloc", "--nodes=2", "--ntasks-per-node=1", *hpc_train("launch"), "--"]
+    tell = ["sh", "-c", 'echo "$OMP_NUM_THREADS on $SLURMD_NODENAME"']
+    done = up.run([*words, *tell], environ={"OMP_NUM_THREADS": ""})
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["1 on node1", "1 on node2"]
+
+
 STAGES = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --output=out
 srun --mpi=pmix hpc-train stage --environment none --data data --to /dev/shm

@@ -284,7 +284,7 @@ def test_without_any_launcher_the_error_says_what_was_tried(programs):
         ({}, ""),
         (
             {"cores": 6},
-            "4 ranks of 2 threads need 8 cores, and this host has 6 for the job",
+            "4 ranks of 2 threads need 8 cores, and a host has 6 for the job",
         ),
         ({"hosts": [Host("n1", 5), Host("n2", 3)]}, "not all hosts have the same number of ranks"),
     ],
@@ -299,3 +299,29 @@ def test_threads_are_what_the_user_says_or_a_share_of_the_cores():
     assert launchers.threads_of({}, 8, 2) == 4
     assert launchers.threads_of({}, 2, 8) == 1
     assert launchers.threads_of({"OMP_NUM_THREADS": "3"}, 8, 2) == 3
+    assert launchers.threads_of({"SLURM_CPUS_PER_TASK": "2"}, 8, 2) == 2
+    assert launchers.threads_of({"SLURM_CPUS_PER_TASK": "8"}, 8, 2) == 4, "hardware threads"
+
+
+@pytest.mark.parametrize(
+    ("variables", "answer", "cores"),
+    [
+        ({"JOB_CPUS_PER_NODE": "128(x2),64"}, "batch 2 32 1", 64),
+        ({"JOB_CPUS_PER_NODE": "128(x2)"}, "batch 2 32 2", 64),
+        ({"JOB_CPUS_PER_NODE": "128", "THREADS_PER_CORE": "1"}, "batch 2 32 2", 64),
+        ({"JOB_CPUS_PER_NODE": "8", "THREADS_PER_CORE": "1"}, "batch 2 32 2", 8),
+        ({"JOB_CPUS_PER_NODE": "8"}, "", 8),
+    ],
+)
+def test_salloc_on_the_login_host_counts_the_cores_of_the_job(programs, variables, answer, cores):
+    programs(sinfo=answer)
+    environ = {f"SLURM_{name}": value for name, value in variables.items()}
+    assert launchers.cores_of_hosts({**environ, "SLURM_JOB_PARTITION": "batch"}) == cores
+
+
+def test_a_host_of_a_slurm_job_has_no_more_cores_than_the_job_has_on_it(monkeypatch):
+    monkeypatch.setattr(launchers, "cores_here", lambda: 4)
+    for cpus, cores in ((2, 2), (8, 4)):
+        environ = {"SLURM_JOB_CPUS_PER_NODE": str(cpus), "SLURMD_NODENAME": "n1"}
+        assert launchers.cores_of_hosts(environ) == cores
+    assert launchers.cores_of_hosts({}) == 4

@@ -209,7 +209,7 @@ class Scheduler:
         if done.returncode:
             raise HpcTrainError(f"{shlex.join(words)}: {said(done)}", "try again")
 
-    def node_cores(self, queue: str) -> NodeCores | None:
+    def node_cores(self, queue: str, nodes: str = "") -> NodeCores | None:
         """The fewest cores of a queue's nodes; None if the scheduler does not say."""
         return None
 

@@ -136,15 +136,18 @@ class Slurm(Scheduler):
         told = programs.output("sacct", *words, timeout=SINFO_SECONDS, needs_success=True)
         return sum(float(line) for line in told.split() if line.isdecimal())
 
-    def node_cores(self, queue: str) -> NodeCores | None:
-        """The fewest cores of a partition's nodes; "" is the default partition."""
-        told = programs.output(
-            "sinfo", "-h", "-o", "%P %X %Y %Z", timeout=SINFO_SECONDS, needs_success=True
-        )
+    def node_cores(self, queue: str, nodes: str = "") -> NodeCores | None:
+        """The fewest cores of a partition's nodes, or of some of them.
+
+        Args:
+            queue: the partition; "" is the default one.
+            nodes: the nodes, as a list of SLURM's; "" stands for all.
+        """
+        words = ["sinfo", "-h", "-o", "%P %X %Y %Z", *([f"--nodes={nodes}"] if nodes else [])]
+        told = programs.output(*words, timeout=SINFO_SECONDS, needs_success=True)
         fewest = math.inf
         found = None
-        for line in told.splitlines():
-            name, *numbers = line.split()
+        for name, *numbers in filter(None, map(str.split, told.splitlines())):
             counts = [int(n.rstrip("+")) for n in numbers if re.fullmatch(r"\d+\+?", n)]
             chosen = name.rstrip("*") == queue if queue else name.endswith("*")
             if chosen and len(counts) == 3 and counts[0] * counts[1] < fewest:
