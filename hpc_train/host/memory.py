@@ -9,42 +9,40 @@ from pathlib import Path
 
 import psutil
 
+from hpc_train.host.cgroups import CGROUPS, OWN_CGROUPS, cgroups_around
+
 SHARED_EVERY = 60.0  # seconds between two looks at what is shared, which take long
-CGROUPS = Path("/sys/fs/cgroup")
+_FILES = {  # of each version of cgroups: the limit, and what is used
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
 
 
-def free_bytes(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+def free_bytes(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
     """Bytes that this node has left for this job: free ones, or what its cgroups still allow.
 
     Args:
         root: where cgroups are mounted.
         own: names the cgroup of this process.
     """
-    limits = [psutil.virtual_memory().available]
-    with suppress(OSError):
-        for line in own.read_text(encoding="utf-8").splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0":  # version 2
-                limits += _left(root / path.strip("/"), root, "memory.max", "memory.current")
-            elif "memory" in controllers.split(","):
-                files = "memory.limit_in_bytes", "memory.usage_in_bytes"
-                limits += _left(root / "memory" / path.strip("/"), root, *files)
-    return max(0, min(limits))
-
-
-def _left(group: Path, root: Path, limit: str, usage: str) -> list[int]:
-    """What a cgroup and those around it still allow. The cache that it can drop does not count."""
-    found = []
-    around = [one for one in (group, *group.parents) if one == root or root in one.parents]
-    for one in around:  # in a container the limit may be that of the root
+    left = psutil.virtual_memory().available
+    for version, group in cgroups_around("memory", root, own):
         with suppress(OSError, ValueError):  # there is no limit
-            stat = dict(
-                line.split()
-                for line in (one / "memory.stat").read_text(encoding="utf-8").splitlines()
-            )
-            used = int((one / usage).read_text(encoding="utf-8")) - _dropped_at_need(stat)
-            found.append(int((one / limit).read_text(encoding="utf-8")) - used)
-    return found
+            left = min(left, _left(group, *_FILES[version]))
+    return max(0, left)
+
+
+def _left(group: Path, limit: str, usage: str) -> int:
+    """What a cgroup still allows. The cache that it can drop does not count.
+
+    Raises:
+        OSError, ValueError: it has no limit.
+    """
+    stat = dict(
+        line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+    )
+    used = int((group / usage).read_text(encoding="utf-8")) - _dropped_at_need(stat)
+    return int((group / limit).read_text(encoding="utf-8")) - used
 
 
 def _dropped_at_need(stat: dict[str, str]) -> int:

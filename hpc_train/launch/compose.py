@@ -244,8 +244,7 @@ def _threads(
     if node and threads:
         _say(f"each rank has {threads} of a node's {node.cores} cores: --threads changes it")
         return threads, by_core if node.hardware_threads > 1 else []
-    if scheduler != "mpijob":
-        _say("each rank has 1 core: --threads N gives it more")
+    _say("each rank has 1 core: --threads N gives it more")
     return 1, [] if request.site else by_core
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_train.errors import SetupError
-from hpc_train.host.cores import physical_cores
+from hpc_train.host.cores import cpu_quota, physical_cores
 from hpc_train.host.programs import output
 from hpc_train.launch.hosts import slurm_cpus
 from hpc_train.launch.lines import (
@@ -248,8 +249,8 @@ def _output(*words: str, needs_success: bool = False) -> str:
 
 
 def cores_here() -> int:
-    """Physical cores that this process may use."""
-    return len(physical_cores(os.sched_getaffinity(0)))
+    """Physical cores that this process may use. A container may have the time of fewer."""
+    return math.ceil(min(len(physical_cores(os.sched_getaffinity(0))), cpu_quota()))
 
 
 def cores_of_hosts(environ: Mapping[str, str]) -> int:

@@ -321,6 +321,8 @@ def test_an_mpijob_is_written(desk):
     worker = spec["mpiReplicaSpecs"]["Worker"]
     assert worker["replicas"] == 2
     assert worker["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == 12
+    launcher = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    assert "--cores 12 " in " ".join(launcher["command"]), "its own pod has others"
 
 
 def test_a_profile_of_kubernetes_has_the_numbers_of_a_job(desk):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from hpc_train.host.cores import physical_cores
+from hpc_train.host.cores import cpu_quota, physical_cores
 
 
 @pytest.fixture
@@ -38,3 +40,30 @@ def test_two_ranks_on_one_core_are_seen_to_share_it(hyperthreaded):
 
 def test_where_linux_does_not_tell_each_number_is_a_core(tmp_path):
     assert len(physical_cores([0, 1, 5], tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cpus"),
+    [
+        ("0::/job/pod\n", {"job/cpu.max": "150000 100000", "job/pod/cpu.max": "max 100000"}, 1.5),
+        ("0::/\n", {"cpu.max": "400000 100000"}, 4),  # a container sees its own as the root
+        (
+            "9:memory:/x\n4:cpu,cpuacct:/pod\n",
+            {"cpu/pod/cpu.cfs_quota_us": "200000", "cpu/pod/cpu.cfs_period_us": "100000"},
+            2,
+        ),
+        (
+            "4:cpu:/pod\n",
+            {"cpu/pod/cpu.cfs_quota_us": "-1", "cpu/pod/cpu.cfs_period_us": "100000"},
+            math.inf,
+        ),
+        ("0::/\n", {}, math.inf),
+    ],
+)
+def test_cgroups_limit_the_time_of_cpus(tmp_path, groups, files, cpus):
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    own.write_text(groups)
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    assert cpu_quota(root, own) == cpus

@@ -227,6 +227,7 @@ def test_an_mpijob_has_what_was_asked_for():
         }
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert "configMap" in volumes[mounts["/etc/hpc_train/job.yaml"]], "ranks read it"
+        assert {"name": "OMP_NUM_THREADS", "value": "3"} in pod["containers"][0]["env"]
     limits = pods[1]["containers"][0]["resources"]["limits"]
     assert limits == {"cpu": 6, "memory": "64G", "nvidia.com/gpu": 2}
     for wrong in ("My_run", "a b", "-a"):

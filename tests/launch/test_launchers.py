@@ -325,3 +325,9 @@ def test_a_host_of_a_slurm_job_has_no_more_cores_than_the_job_has_on_it(monkeypa
         environ = {"SLURM_JOB_CPUS_PER_NODE": str(cpus), "SLURMD_NODENAME": "n1"}
         assert launchers.cores_of_hosts(environ) == cores
     assert launchers.cores_of_hosts({}) == 4
+
+
+def test_a_container_has_the_cores_of_its_quota(monkeypatch):
+    monkeypatch.setattr(launchers, "physical_cores", lambda _: {*range(64)})
+    monkeypatch.setattr(launchers, "cpu_quota", lambda: 2.5)
+    assert launchers.cores_here() == 3

@@ -17,6 +17,7 @@ from hpc_train.launch.schedulers.base import LEAVE, QueuedJob, Scheduler, ask, s
 
 if TYPE_CHECKING:
     from hpc_train.launch.batch import BatchJob
+    from hpc_train.launch.resources import Resources
 
 VOLUME = PurePosixPath("/data")  # where the pods have the volume of the template
 CONFIG = "/etc/hpc_train/job.yaml"  # where they have the configuration
@@ -77,6 +78,10 @@ class MpiJob(Scheduler):
         if asked.gpus:
             limits[asked.gpu_option] = asked.gpus
         return _yaml(tree)
+
+    def launch_words(self, asked: Resources) -> list[str]:
+        """What `hpc-train launch` has to be told: the launcher's pod has other cores than these."""
+        return ["--cores", str(asked.ranks_per_node * asked.threads)]
 
     def queue(self, batch: BatchJob, after: str = "") -> list[str]:
         """Create the configuration and the job in the cluster; returns the job's name."""
@@ -159,10 +164,8 @@ def _complete(pod: dict[str, Any], batch: BatchJob) -> None:
     """Give a pod its image, variables and configuration."""
     container = pod["containers"][0]
     container["image"] = batch.image
-    if batch.environ:
-        container["env"] = [
-            {"name": name, "value": _literal(value)} for name, value in batch.environ.items()
-        ]
+    environ = {"OMP_NUM_THREADS": str(batch.resources.threads), **batch.environ}
+    container["env"] = [{"name": name, "value": _literal(value)} for name, value in environ.items()]
     if batch.configuration:
         mount = {"name": "config", "mountPath": CONFIG, "subPath": "job.yaml"}
         container["volumeMounts"].append(mount)
