@@ -43,7 +43,7 @@ task=
 for name in bsub bjobs; do
     [ -x "${!name}" ] || printf -v "$name" %s "$name"
 done
-export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+export HPC_TRAIN_DEADLINE=$(($(date +%s) - SECONDS + walltime)) # the login shell has read the profile before
 job=$LSB_JOBID
 [ "${LSB_JOBINDEX:-0}" -eq 0 ] || job="${LSB_JOBID}[$LSB_JOBINDEX]" # 0 stands for a job without tasks
 # LSF sends USR1 before the run limit (-wa) and USR2 at it. bkill sends SIGINT, SIGTERM and SIGKILL. The run

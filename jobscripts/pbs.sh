@@ -42,7 +42,7 @@ task=
 for name in qsub qstat qdel; do
     [ -x "${!name}" ] || printf -v "$name" %s "$name"
 done
-export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+export HPC_TRAIN_DEADLINE=$(($(date +%s) - SECONDS + walltime)) # the login shell has read the profile before
 cd "${PBS_O_WORKDIR:-.}" || exit 2
 job=$PBS_JOBID
 # After qdel, and at the walltime, PBS sends SIGTERM and soon SIGKILL. At the walltime it first writes so into the

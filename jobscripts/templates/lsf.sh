@@ -5,7 +5,7 @@
 # `hpc-train submit --scheduler lsf` write it.
 #% endblock %#
 #% block begin %#
-export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+export HPC_TRAIN_DEADLINE=$(($(date +%s) - SECONDS + walltime)) # the login shell has read the profile before
 job=$LSB_JOBID
 [ "${LSB_JOBINDEX:-0}" -eq 0 ] || job="${LSB_JOBID}[$LSB_JOBINDEX]" # 0 stands for a job without tasks
 #% endblock %#

@@ -5,7 +5,7 @@
 # write it. Torque has `-l nodes=2:ppn=32` in place of the lines with select and place, and no `-k doe`.
 #% endblock %#
 #% block begin %#
-export HPC_TRAIN_DEADLINE=$(($(date +%s) + walltime))
+export HPC_TRAIN_DEADLINE=$(($(date +%s) - SECONDS + walltime)) # the login shell has read the profile before
 cd "${PBS_O_WORKDIR:-.}" || exit 2
 job=$PBS_JOBID
 #% endblock %#

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import subprocess
@@ -247,13 +248,22 @@ def test_kubernetes_reads_strings_and_leaves_dollars_alone():
     (container,) = pod["containers"]
     assert container["args"] == [*words[:8], "$$$$", "$$(HOME)", "ö\n"]
     assert container["command"] == container["args"]
-    assert [variable["value"] for variable in container["env"]] == ["1e-3", "$$(HOME)"]
+    assert [variable["value"] for variable in container["env"]] == ["3", "1e-3", "$$(HOME)"]
     assert 'value: "1e-3"' in written
 
 
 @pytest.fixture(params=SCHEDULERS)
 def shell(request, tmp_path):
     return Shell(tmp_path, request.param)
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
+def test_the_time_of_the_login_shell_counts_for_the_jobs_end(tmp_path, scheduler):
+    """These schedulers count from the shell's start. It reads the profile before the script."""
+    shell = Shell(tmp_path, scheduler)
+    done = shell.run("echo end $HPC_TRAIN_DEADLINE", {"SECONDS": "60"}, seconds=600)
+    end = int(re.search("^end ([0-9]+)$", done.stdout, re.MULTILINE)[1])
+    assert 500 < end - time.time() < 542, "the shell has begun 60 seconds ago"
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75])
