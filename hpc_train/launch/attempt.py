@@ -53,7 +53,7 @@ class Outcome:
     lost: Sequence[str] = ()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel send this process SIGTERM when its parent dies; its ranks end with it."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -70,7 +70,7 @@ def stop_with_script(environ: Mapping[str, str]) -> None:
     with suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
         if job in (str(parent.ppid()), str(parent.pid)):  # the job is the script's `timeout`
-            _end_with_parent()
+            end_with_parent()
 
 
 def memory_kills() -> int:
@@ -119,7 +119,7 @@ class Attempt:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # the terminal's Ctrl-C reaches us alone
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         self.lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._left_behind = LeftBehind()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from hpc_train.errors import EXIT_STOPPED, HpcTrainError, UserError, plural
+from hpc_train.launch.attempt import end_with_parent
 from hpc_train.launch.hosts import allocated
 from hpc_train.launch.launchers import cores_here
 from hpc_train.launch.queued import read_events, still_queued
@@ -128,7 +130,7 @@ def run_here(
 
     Raises:
         UserError: this job has fewer hosts than a run needs.
-        KeyboardInterrupt: Ctrl-C has stopped a run, which has ended.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP has stopped a run, which has ended.
     """
     allocation = allocated(os.environ)
     names = [host.name for host in allocation.hosts] if allocation else []
@@ -164,17 +166,39 @@ def run_here(
 
 
 def _run(words: Sequence[str], environ: dict[str, str], run: ScaleRun) -> int:
-    """Run a command, whose output goes to the run directory; returns its exit code."""
+    """Run a command, whose output goes to the run directory; returns its exit code.
+
+    SIGTERM and SIGHUP stop it. They would otherwise end this process alone.
+    """
     with (run.directory / "launch.out").open("ab", buffering=0) as output:
         output.write(ATTEMPT.encode())
         process = subprocess.Popen(
-            words, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            words,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=end_with_parent,
         )
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:  # it has got the signal of the terminal, too, and stops
-                continue
+        before = {
+            number: signal.signal(number, lambda *_: process.terminate())
+            for number in (signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN  # as below nohup
+        }
+        try:
+            return _waited(process)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _waited(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process; returns its exit code."""
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # it has got the signal of the terminal, too, and stops
+            continue
 
 
 def outcome(run: ScaleRun, seconds: float | None) -> str:
