@@ -229,7 +229,7 @@ def load(
     for key in PATH_KEYS:
         section, _, name = key.partition(".")
         if tree[section][name] is not None:
-            tree[section][name] = _expanded(key, tree[section][name], later)
+            tree[section][name] = expanded(key, tree[section][name], later)
         if tree[section][name] == "" and key in NEVER_EMPTY:
             raise ConfigError(f"{key} is empty", "give a path; . is the current folder")
     return RunConfig(**{name: make(**tree[name]) for name, make in SECTIONS.items()})
@@ -242,15 +242,23 @@ def paths_of(config: RunConfig) -> list[str]:
     return [path for paths in found.values() for path in paths if path]
 
 
-def _expanded(key: str, value: Any, later: Collection[str]) -> Any:
+def expanded(key: str, value: Any, later: Collection[str] = ()) -> Any:
     """A path with the home directory in place of ~, and the values of its variables.
 
     In a list, the path of each item. Items that have none stay as they are, and are refused later.
+
+    Args:
+        key: the key that has the path, for the message.
+        value: the path.
+        later: keys whose paths stay as they are if they cannot be expanded here.
+
+    Raises:
+        ConfigError: it cannot be expanded.
     """
     if isinstance(value, list):
-        return [_expanded(key, part, later) for part in value]
+        return [expanded(key, part, later) for part in value]
     if isinstance(value, dict):
-        return value | {k: _expanded(key, path, later) for k, path in value.items() if k == "path"}
+        return value | {k: expanded(key, path, later) for k, path in value.items() if k == "path"}
     if not isinstance(value, str):
         return value
     if "\0" in value:

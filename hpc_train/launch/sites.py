@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from hpc_train.config.durations import format_duration
-from hpc_train.config.keys import check_fields, read_mapping
+from hpc_train.config.file import expanded
+from hpc_train.config.keys import GIVE_PATH, check_fields, read_with_texts
 from hpc_train.errors import UserError
 from hpc_train.launch import TEMPLATES, ImageTool, SchedulerName
 from hpc_train.launch.resources import NUMBERS, filled
@@ -119,7 +119,7 @@ class Site:
         gpus_per_node, memory_gb_per_node: GPUs and memory that a job asks for on each node.
         cores_per_gpu: cores that have to be asked for with each GPU; {cores} has at least these.
         unseen: folders that compute nodes do not see. The run directory, the environment and the
-            working directory must be elsewhere.
+            working directory must be elsewhere. ~ and variables are expanded.
         gpu_option: the option by which SLURM, or the resource by which Kubernetes, is given the
             number of GPUs.
         resources: resources for PBS, instead of the usual select.
@@ -173,18 +173,18 @@ def load_site(name: str) -> Site:
             f"take {', '.join(names())}, or give a .yaml file of your own",
         )
     path = Path(name) if own else SITES / f"{name}.yaml"
-    given = {
-        key: value for key, value in read_mapping(path, "site profile").items() if value is not None
-    }
-    tree = check_fields(given, Site, path)
-    check_fields(tree.get("container", {}), SiteContainers, path, "container")
-    raw = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) or {}
+    given, raw = read_with_texts(path, "site profile", GIVE_PATH)
+    tree = given = check_fields(_without_nulls(given), Site, path)
+    if "container" in given:
+        inside = _without_nulls(given["container"])
+        tree = given | {"container": check_fields(inside, SiteContainers, path, "container")}
     for section, texts in ((tree, raw), (tree.get("container", {}), raw.get("container", {}))):
         if "environ" in section:
             section["environ"] = _as_written(section["environ"], texts["environ"], path)
-    queues = _queues(tree.pop("queues", []), path)
-    values = _parsed(Site, tree, path)
+    queues = _queues(given.get("queues", []), path)
+    values = _parsed(Site, {key: tree[key] for key in tree if key != "queues"}, path)
     container = SiteContainers(**values.pop("container"))
+    values["unseen"] = [_absolute(folder, path) for folder in values["unseen"]]
     site = Site(**{**values, "queues": queues, "container": container})
     for key, words in (("launcher", site.launcher), ("resources", [site.resources])):
         filled(words, dict.fromkeys(NUMBERS, 1), f"{path}: {key}")
@@ -224,13 +224,28 @@ def _as_written(environ: object, texts: Any, path: Path) -> object:
     }
 
 
+def _without_nulls(tree: object) -> object:
+    """A mapping without its empty values, which stand for the defaults."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: value for key, value in tree.items() if value is not None}
+
+
+def _absolute(folder: str, path: Path) -> str:
+    """A folder of `unseen`, with the values of ~ and of variables."""
+    found: str = expanded(f"{path}: unseen", folder)
+    if not found.startswith("/"):
+        raise UserError(f"{path}: unseen has {folder!r}", "write the path of a folder from / on")
+    return found
+
+
 def _queues(given: object, path: Path) -> list[Queue]:
     if not isinstance(given, list):
         raise UserError(f"{path}: queues is {given!r}", "write a list, such as [{name: gpu}]")
     found = []
     for number, tree in enumerate(given):
         section = f"queues[{number}]"
-        fields = check_fields(tree, Queue, path, section)
+        fields = check_fields(_without_nulls(tree), Queue, path, section)
         queue = Queue(**_parsed(Queue, fields, path, f"{section}."))
         if 0 < queue.max_nodes < queue.min_nodes:
             raise UserError(

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hpc_train.errors import UserError
-from hpc_train.launch.sites import filled, load_site
+from hpc_train.launch.sites import Queue, SiteContainers, filled, load_site
 from tests.cli.desk import QSTAT, Desk
 from tests.programs import ENVIRON, hpc_train, only_line, run
 from tests.waiting import PATIENCE
@@ -469,12 +469,24 @@ def test_a_profiles_variables_are_the_texts_that_it_has(tmp_path):
     assert site.container.environ == {"A": "0x1f"}
     path.write_text("scheduler: slurm\nenviron:\nqueues:\n")
     assert (load_site(str(path)).environ, load_site(str(path)).queues) == ({}, [])
+    shared = "environ: &all {A: 16, B: 1.10}\ncontainer: {environ: {<<: *all, C: off}}\n"
+    path.write_text(f"scheduler: slurm\n{shared}")
+    assert load_site(str(path)).container.environ == {"A": "16", "B": "1.10", "C": "off"}
+
+
+def test_a_value_that_is_left_empty_in_a_profile_is_the_default(tmp_path):
+    path = tmp_path / "my.yaml"
+    queues = "queues: [{name: gpu, max_nodes: null, hours: }]"
+    path.write_text(f"scheduler: slurm\nthreads:\n{queues}\ncontainer: {{options: , tool: }}\n")
+    site = load_site(str(path))
+    assert (site.queues, site.container) == ([Queue("gpu")], SiteContainers())
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("queues: [gpu]", "queues[0] is 'gpu': write its keys below it, such as name:"),
+        ("queues: [{name: , hours: 1}]", "queues[0]"),
         ("queues: {name: gpu}", "queues is {'name': 'gpu'}: write a list, such as [{name: gpu}]"),
         ("queues: [{name: a, hours: -1}]", "queues[0].hours is -1: it takes a number of 0 or more"),
         ("queues: [{name: a, min_nodes: 9, max_nodes: 3}]", "min_nodes 9 and max_nodes 3"),
@@ -936,9 +948,16 @@ def test_what_a_site_requires_is_told(desk):
     assert "#PBS -l ncpus=48,ngpus=4," in done.stdout, "12 cores come with each GPU"
     done = desk.run(*words, "--threads", "24")
     assert "4 GPUs come with 48 cores" in only_line(done.stderr)
-    (desk.folder / "here.yaml").write_text(f"scheduler: slurm\nunseen: [{desk.folder.parent}]\n")
-    done = desk.run("submit", "my.yaml", "--site", "here.yaml", "--dry_run")
-    assert "compute nodes of here.yaml do not see" in only_line(done.stderr)
+    for unseen, message in (
+        (desk.folder.parent, "compute nodes of here.yaml do not see"),
+        ("$HERE", "compute nodes of here.yaml do not see"),
+        ("$NOWHERE", "unseen is '$NOWHERE', but the variable NOWHERE is not set"),
+        ("home", "unseen has 'home': write the path of a folder from / on"),
+    ):
+        (desk.folder / "here.yaml").write_text(f"scheduler: slurm\nunseen: [{unseen}]\n")
+        words = ["submit", "my.yaml", "--site", "here.yaml", "--dry_run"]
+        done = desk.run(*words, HERE=str(desk.folder.parent))
+        assert message in only_line(done.stderr)
 
 
 def test_a_folder_that_compute_nodes_do_not_see_is_known_by_its_links_too(desk, tmp_path_factory):
