@@ -11,6 +11,7 @@ from typing import Any
 
 from hpc_train import files
 from hpc_train.config import RunConfig
+from hpc_train.config.sections import TEST_STEPS_LEAST
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.planning.schedules import micro_batches_of
 from hpc_train.scaling.results import MeasuredRun, read_run
@@ -106,6 +107,8 @@ class ScaleStudy:
         Raises:
             UserError: it cannot, or the steps leave nothing to measure.
         """
+        if self.steps < TEST_STEPS_LEAST:
+            raise UserError(f"--steps is {self.steps}", f"give {TEST_STEPS_LEAST} or more")
         if self.warmup >= self.steps:
             raise UserError(
                 f"--warmup is {self.warmup}, and --steps {self.steps}", "give more steps"

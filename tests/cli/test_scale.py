@@ -160,6 +160,7 @@ def test_a_dry_run_lists_the_runs_and_starts_nothing(desk):
         (["--nodes", "1,3"], "on 3 nodes data.batch 16 is not divisible"),
         (["--nodes", "1", "--weak", "--strong"], "not allowed with"),
         (["--nodes", "1", "--warmup", "4"], "give more steps"),
+        (["--nodes", "1", "--steps", "1", "--warmup", "0"], "--steps is 1: give 2 or more"),
         (["--nodes", "1", "--run.dir", "x"], "leave it out; --out names the folder"),
         (["--nodes", "1", "--sweep", "run.seed=1,2"], "--sweep cannot be given to scale"),
         (["--nodes", "1", "--requeue_by", "submit"], "--requeue_by cannot be given"),

@@ -198,6 +198,12 @@ def test_directives_take_plain_words_only(scheduler, field, value):
     assert not set(value) & set(" \t\n\r;&$`'\"\\<>(){}!#\x0b\x0c\x85\u2028")
 
 
+def test_lsf_would_put_numbers_into_the_name_of_a_run_directory():
+    """It replaces %J and the like in the name of an output, and knows no sign for % itself."""
+    with pytest.raises(UserError, match="LSF puts numbers in place of %"):
+        text(of("lsf", run_dir="runs/50%J"))
+
+
 @pytest.mark.parametrize("directive", ["--wrap=`id`", "-q a\n#PBS -q b", "$(id)", "a;b'", ""])
 def test_strange_directives_are_refused(directive):
     with pytest.raises(UserError, match="cannot be a directive"):

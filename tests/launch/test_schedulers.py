@@ -82,6 +82,21 @@ def test_a_warning_of_pbs_beside_its_answer_is_no_failure(answers):
         scheduler_of("pbs").queued(["7.x"])
 
 
+LONG = """Job Id: 7.x
+    job_state = R
+    exec_host = node1/0*2+node2/0*2+no
+\tde3/0*2
+    Variable_List = A=1,SAYS=Job Id: 8.x,
+\tB=2
+"""
+
+
+def test_pbs_wraps_long_values(answers):
+    answers("qstat", LONG)
+    hosts = "node1/0*2+node2/0*2+node3/0*2"
+    assert scheduler_of("pbs").queued(["7.x"]) == [QueuedJob("7.x", "RUNNING", "", "", hosts)]
+
+
 def test_flux_says_which_jobs_there_are(answers):
     rows = "fA|SCHED|eta:3.2m|0.0s|\nfB|RUN||2.1m|node[1-2]\nfC|TIMEOUT||1.0m|node1\n"
     answers("flux", rows, "JobID fD unknown\n")

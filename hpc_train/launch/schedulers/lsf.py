@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from hpc_train.errors import HpcTrainError
+from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.launch import SchedulerName
 from hpc_train.launch.schedulers.base import (
     LEAVE,
@@ -66,8 +66,17 @@ class Lsf(Scheduler):
     }
 
     def directives(self, batch: BatchJob) -> list[str]:
-        """The directives of bsub."""
+        """The directives of bsub.
+
+        Raises:
+            UserError: LSF would put numbers into the name of the run directory.
+        """
         asked = batch.resources
+        if "%" in output_folder(batch):
+            raise UserError(
+                f"run.dir {batch.run_dir!r} cannot be used: LSF puts numbers in place of %",
+                "leave out %",
+            )
         minutes = -(-asked.seconds // 60)
         array = f"[1-{len(batch.sweep)}]{batch.limit}" if batch.sweep else ""
         number = "%J-%I" if batch.sweep else "%J"

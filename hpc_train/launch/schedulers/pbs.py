@@ -94,7 +94,8 @@ class Pbs(Scheduler):
         if done.returncode and (told or not done.stderr):  # it may warn beside its answer
             raise silent(done)
         found = []
-        for text in done.stdout.split("Job Id:")[1:]:
+        # A long value goes on in lines that begin with a tab.
+        for text in re.split("^Job Id:", done.stdout.replace("\n\t", ""), flags=re.MULTILINE)[1:]:
             pairs: list[tuple[str, str]] = re.findall(r"^\s+([\w.]+) = (.*)$", text, re.MULTILINE)
             values = dict(pairs)
             state = values.get("job_state", "")
