@@ -287,9 +287,11 @@ def described(found: Sequence[Found], flops: float, dtype: str, device: str) -> 
     share = slowest / ranks  # the part of a core that a rank has while all compute
     stream_speed = statistics.median(one.stream for one in found)
     free = min(one.free for one in found) / GIB
-    compute = (short(number) for number in (speed, speed * capacity, speed * slowest, layer))
+    nodes = max(one.node for one in found) + 1
+    # On one node this would be the node's speed once more, only with other noise.
+    in_job = short(speed * slowest) if nodes > 1 else None
     return Machine(
-        {dtype: Compute(*compute)},
+        {dtype: Compute(short(speed), short(speed * capacity), in_job, short(layer))},
         short(stream_speed / min(1.0, share)),
         _link([one.inside for one in found if one.inside[1].seconds], sharing=1),
         _link([one.across for one in found if one.across[1].seconds], sharing=ranks),

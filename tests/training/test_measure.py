@@ -73,6 +73,7 @@ def test_what_was_not_measured_is_left_out_of_the_description():
     alone = described(ranks_of(1, 1), FLOPS, "float64", "cuda")
     assert (alone.inside, alone.across, alone.node_gib, alone.rank_gib) == (None, None, None, 4)
     assert list(alone.compute) == ["float64"]
+    assert alone.compute["float64"].job is None, "it would be the node's, with other noise"
 
 
 def test_a_layer_too_small_to_tell_samples_apart():
