@@ -10,7 +10,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +32,7 @@ from hpc_train.data.tables.table_files import (
     TablePortion,
     WrongPolicy,
     check_names,
+    kinds_read,
     opened_table,
 )
 from hpc_train.data.tables.wrong_rows import judged_batches
@@ -225,17 +226,17 @@ def cut_arrays(file: TableFile, nbytes: int) -> list[TablePortion]:
 
 
 def read_array_rows(
-    portion: TablePortion, schema: TableSchema, wrong: WrongPolicy
+    portion: TablePortion, schema: TableSchema, wrong: WrongPolicy, texts: Collection[str]
 ) -> Iterator[RawRows]:
     """The rows of a portion of a .npz or HDF5 file. `sources.read_rows` describes it."""
     file = portion.file
     check_names(file, array_columns(file), [column.name for column in schema.columns])
-    kinds = {column.name: column.kind for column in schema.columns if column.kind != "ignored"}
+    wanted = kinds_read(schema, texts)
     for begin, arrays in _batches(file, portion.begin, portion.end):
         columns = {}
-        for name, kind in kinds.items():
+        for key, (name, kind) in wanted.items():
             try:
-                columns[name] = from_array(arrays[name], kind, schema.missing)
+                columns[key] = from_array(arrays[name], kind, schema.missing)
             except DataError as error:
                 cause = f"{file.path}: column {name!r} {error.cause}"
                 raise DataError(cause, error.remedy) from None

@@ -11,6 +11,7 @@ to such a text is missing, too, however it is written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ SHOWN = 40  # characters of a wrong value that a message has
 WIDEST = 1 << 64  # no column of whole numbers has a larger one
 LAST_CHARACTER = 0x10FFFF
 _COARSE = ("Y", "M", "W", "D", "h", "m")  # units of dates above a second
+_WHOLE = re.compile(r"[+-]?[0-9]{1,40}(\.0*)?")
 _MIDNIGHT = "T00:00:00"
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
@@ -137,6 +139,16 @@ def _number(text: str) -> float:
         if (truth := TRUTH.get(text.lower())) is None:
             raise
         return truth
+
+
+def exact_number(text: str) -> int | float:
+    """A text of a numeric column as a number. A whole number has all its digits.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = text.strip()
+    return int(text.partition(".")[0]) if _WHOLE.fullmatch(text) else _number(text)
 
 
 def _seconds(text: str) -> float:
