@@ -301,14 +301,22 @@ def _hdf5_batches(
                 values = read[name] if field is None else read[name][field]
                 values = values if number is None else values[:, number]
                 arrays[column] = _meant(values, stored, truth=field in stored.truth)
+            if at + BATCH_ROWS >= end:
+                reader.check()
             yield at, arrays
 
 
 def _meant(values: np.ndarray, stored: Stored, *, truth: bool) -> np.ndarray:
-    """The values that the file's type and the CF conventions' attributes make of stored ones."""
-    if not stored.missing and (stored.scale, stored.add) == (1.0, 0.0):
+    """The values that the file's type and the CF conventions' attributes make of stored ones.
+
+    Missing ones are masked in whole numbers, of which floats would not have all digits.
+    """
+    if (stored.scale, stored.add) == (1.0, 0.0) and (truth or values.dtype.kind != "f"):
         # Their texts are those of truth values in other formats.
-        return values != 0 if truth else values
+        meant = values != 0 if truth else values
+        if not stored.missing:
+            return meant
+        return np.ma.masked_array(meant, np.isin(values, stored.missing))
     meant = values * stored.scale + stored.add
     meant[np.isin(values, stored.missing)] = np.nan
     return meant

@@ -188,6 +188,8 @@ def canonical_text(value: Any) -> str | None:
 def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> ColumnValues:
     """Convert a NumPy array (N,) of numbers, truth values, dates or fixed-length texts.
 
+    Values that are masked in a masked array are missing.
+
     Raises:
         DataError: an array of this type cannot be of this kind.
     """
@@ -196,13 +198,17 @@ def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> 
         raise DataError(f"is of type {values.dtype}", "give it the kind ignored in the schema")
     if of == "U" and not _is_unicode(values):
         raise DataError("has characters that Unicode has not", "write the file again")
+    missed = np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None
+    values = np.asarray(values)
     if kind == "numeric" and of in "biuf":
-        return ColumnValues(values.astype(np.float64))
+        numbers = values.astype(np.float64)
+        return ColumnValues(numbers if missed is None else np.where(missed, np.nan, numbers))
     if kind == "date" and of == "M":
         return ColumnValues(_dates(values))
     if of not in "SU" and kind != "categorical":
         raise DataError(f"is of type {values.dtype}, not {kind}", "change its kind in the schema")
     different, codes = np.unique(values, return_inverse=True)
+    codes = codes if missed is None else np.where(missed, -1, codes)
     if of in "SU":
         return from_different(different.tolist(), codes, kind, missing)
     return from_different(_canonical(different), codes, kind, ())

@@ -113,11 +113,13 @@ def opened_table(file: TableFile) -> Iterator[BinaryIO]:
     """Open a file of a table, whose bytes may be read in any order.
 
     Raises:
-        DataError: it cannot be read, or it has changed since it was listed.
+        DataError: it cannot be read, or it has changed since it was listed, or changes while it is
+            open.
     """
     with reading_from(file.path), Path(file.path).open("rb") as opened:
         file.check(os.fstat(opened.fileno()))
         yield cast("BinaryIO", opened)
+        file.check(os.fstat(opened.fileno()))
 
 
 def as_text(name: str) -> str:
