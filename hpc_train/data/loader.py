@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import queue
 import threading
@@ -17,6 +16,7 @@ from hpc_train.data.leaves import fewer_rows
 from hpc_train.data.methods import ahead_of
 from hpc_train.data.mixture import datasets_in
 from hpc_train.data.order import SampleOrder, samples_said
+from hpc_train.data.pickled import deep_copy_of
 from hpc_train.data.pinned import pinned
 from hpc_train.data.reader import Reader
 from hpc_train.data.workers import Processes, Task, Threads
@@ -397,7 +397,8 @@ class Loader:
         """For each thread a function that reads a task. All but the first read from copies."""
         readers = [self.reader]
         try:
-            copies = [copy.deepcopy(self.reader.dataset) for _ in range(self.workers - 1)]
+            one = self.reader.dataset
+            copies = [deep_copy_of(one, datasets_in(one)) for _ in range(self.workers - 1)]
             readers += [Reader(one, None, self.reader.collate_fn) for one in copies]
         except Exception as error:  # noqa: BLE001  # whatever copying somebody's objects raises
             logger.info(

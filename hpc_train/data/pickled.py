@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import io
+import mmap
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd, ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,8 @@ class _Copying(ForkingPickler):
 
     So this one copies them, and each memory once, however many tensors lie in it. What a data set
     itself has put into shared memory remains shared with a process that is being started. Large
-    contents are not in the pickle: `take` gets them.
+    contents are not in the pickle: `take` gets them. An array that is mapped from a file is mapped
+    again, as it may be larger than the memory.
     """
 
     def __init__(self, stream: io.BytesIO, take: Callable[[memoryview], None]) -> None:
@@ -35,6 +39,8 @@ class _Copying(ForkingPickler):
         super().__init__(stream, 5, True, stays)
 
     def reducer_override(self, part: Any) -> Any:
+        if isinstance(part, np.ndarray) and (mapped := _mapping_of(part)) is not None:
+            return _map_again, mapped
         if isinstance(part, torch.Tensor) and part.is_cuda and get_spawning_popen() is None:
             return _on_device, (part.detach().cpu(), part.device)  # torch only shares it
         if isinstance(part, torch.Tensor) and (part.is_conj() or part.is_neg()):
@@ -44,6 +50,75 @@ class _Copying(ForkingPickler):
         if part.is_shared() and get_spawning_popen() is not None:
             return NotImplemented
         return _storage, (pickle.PickleBuffer(_memory_of(part)),)
+
+
+def _mapping_of(array: np.ndarray) -> tuple[Any, ...] | None:
+    """What `_map_again` needs to make an array; None: it is not mapped from a file.
+
+    An array of mode "c" may have other values than the file, so it is copied.
+    """
+    if type(array) not in (np.ndarray, np.memmap) or not array.size or array.dtype.hasobject:
+        return None
+    base: Any = array
+    while base is not None and not isinstance(base, np.memmap):
+        base = getattr(base, "base", None)
+    if base is None or base.mode == "c":
+        return None
+    mapping, path = getattr(base, "_mmap", None), base.filename
+    if mapping is None or path is None:
+        return None
+    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    low = array.ctypes.data + sum(step for step in steps if step < 0)
+    high = array.ctypes.data + sum(step for step in steps if step > 0) + array.itemsize
+    begin = np.frombuffer(mapping, np.uint8).ctypes.data
+    # The mapping begins at a page, which an array's own offset is in.
+    offset = base.offset - base.offset % mmap.ALLOCATIONGRANULARITY + low - begin
+    try:
+        if Path(path).stat().st_size < offset + high - low:
+            return None
+    except OSError:  # somebody has removed it
+        return None
+    mode = "r" if base.mode == "r" else "r+"
+    place = array.ctypes.data - low
+    form = array.dtype, array.shape, array.strides
+    return str(path), mode, offset, high - low, place, form, type(array)
+
+
+def _map_again(
+    path: str, mode: Any, offset: int, nbytes: int, place: int, form: Any, of: type
+) -> np.ndarray:
+    dtype, shape, strides = form
+    flat = np.memmap(path, np.uint8, mode, offset, (nbytes,))
+    first = flat[place : place + dtype.itemsize].view(dtype)
+    made = np.lib.stride_tricks.as_strided(first, shape, strides, subok=True)
+    return made if of is np.memmap else np.asarray(made)
+
+
+def deep_copy_of(part: Any, datasets: Iterable[Any]) -> Any:
+    """A deep copy of an object for another thread. Arrays that are mapped from files are shared.
+
+    Args:
+        part: the object.
+        datasets: the data sets in it. Their attributes, and lists, tuples, dicts and further data
+            sets in them, are searched for such arrays.
+    """
+    memo: dict[int, Any] = {}
+    seen = set[int]()
+    left = [value for one in datasets for value in getattr(one, "__dict__", {}).values()]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, np.ndarray) and _mapping_of(value) is not None:
+            memo[id(value)] = value
+        elif isinstance(value, (list, tuple)):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, torch.utils.data.Dataset):
+            left += vars(value).values()
+    return copy.deepcopy(part, memo)
 
 
 def _storage(content: Any) -> torch.UntypedStorage:

@@ -7,7 +7,7 @@ a prediction depends on the number of ranks or threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +32,8 @@ from hpc_train.data.tables.table_files import RawRows, TablePortion, WrongPolicy
 from hpc_train.data.tables.table_request import TableOptions, TableRequest, table_request
 from hpc_train.errors import ConfigError, DataError, some_of
 from hpc_train.training.predicted_rows import (
+    NUMBER_TYPES,
+    PART_FORMAT,
     PREDICTION_SUFFIXES,
     PredictionColumns,
     check_scores,
@@ -140,7 +142,14 @@ def plan_predictions(trained: TrainedModel, options: PredictOptions) -> Predicti
     )
     given = TableOptions(wrong=options.wrong, quoted_newlines=options.quoted_newlines)
     request = table_request(options.paths, options.out, schema, given)
-    tree = [request.key, options.batch, options.columns, trained.about, trained.hashes.hex()]
+    tree = [
+        PART_FORMAT,
+        request.key,
+        options.batch,
+        options.columns,
+        trained.about,
+        trained.hashes.hex(),
+    ]
     plan = PredictionPlan(request, columns, key_of_tree(tree))
     if options.scores is not None:
         check_scores(options.scores, partial_of(request.target) / plan.key)
@@ -205,9 +214,10 @@ class TablePredictor:
         name = f"{portion.name}.arrow"
         path = dealing.scratch / name
         rows = wrong = unknown = not_finite = 0
-        schema = self.columns.schema(part=True)
+        schema = self.columns.schema()
+        fitting = {name: {*NUMBER_TYPES} for name in self.columns.exact}
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as part:
-            for batch in _read(source, request):
+            for batch in _read(source, request, self.columns.exact):
                 numbers, columns = right_rows(batch, request)
                 wrong += batch.wrong + len(batch.numbers) - len(numbers)
                 rows += len(numbers)
@@ -216,12 +226,15 @@ class TablePredictor:
                     unknown += int((categorical == UNKNOWN).sum())
                     predictions = self.predict(numeric, categorical)
                     not_finite += rows_not_finite(predictions)
-                    part.write_batch(self.columns.batch(numbers, columns, predictions))
+                    made = self.columns.batch(numbers, columns, predictions)
+                    self.columns.narrow(fitting, made)
+                    part.write_batch(made)
                 dealing.tell(0)
         files.sync(path)
         tree = {"file": name, "nbytes": path.stat().st_size}
         tree |= {"rows": rows, "wrong": wrong, "unknown": unknown}
         tree |= {"not_finite": not_finite}
+        tree |= {"fitting": {name: sorted(types) for name, types in fitting.items()}}
         finish_portion(dealing, portion, name, tree)
 
     def predict(self, numeric: np.ndarray, categorical: np.ndarray) -> np.ndarray:
@@ -261,10 +274,10 @@ class TablePredictor:
         return found
 
 
-def _read(source: TablePortion, request: TableRequest) -> Iterator[RawRows]:
+def _read(source: TablePortion, request: TableRequest, texts: Collection[str]) -> Iterator[RawRows]:
     """`read_rows`, whose errors tell no remedy that only a preparation has."""
     try:
-        yield from read_rows(source, request.schema, request.options.wrong)
+        yield from read_rows(source, request.schema, request.options.wrong, texts)
     except DataError as error:
         if "schema" not in error.remedy:
             raise

@@ -20,6 +20,7 @@ import numpy as np
 from hpc_train import files
 from hpc_train.data.prepare.foreign import import_pyarrow
 from hpc_train.data.prepare.partial import Preparation, check_target, writing_to
+from hpc_train.data.tables.conversion import exact_number
 from hpc_train.data.tables.features import (
     FIRST_CODE,
     UNKNOWN,
@@ -29,6 +30,7 @@ from hpc_train.data.tables.features import (
 )
 from hpc_train.data.tables.schema import ColumnKind
 from hpc_train.data.tables.stages import stage_entries
+from hpc_train.data.tables.table_files import as_text
 from hpc_train.data.tables.table_request import TableRequest
 from hpc_train.data.tables.targets import encode_target, truth_as_classes
 from hpc_train.errors import ConfigError, DataError, plural, some_of
@@ -40,7 +42,11 @@ logger = logging.getLogger(__name__)
 
 GROUP_ROWS = 1 << 16  # the least rows of a row group, but the last one
 SHOWN_CLASSES = 5
+PART_FORMAT = 2  # a higher one, after parts have changed, continues no older predictions
+NUMBER_TYPES = ("int64", "float64", "string")  # of copied numbers: the first that has all digits
 ROW = "row"
+EXACT = 1 << 53  # float64 has each whole number below it
+INT64 = 1 << 63
 SCORES = "scores.json"  # of the partial folder
 PREDICTION_SUFFIXES = (".parquet", ".csv")
 
@@ -97,8 +103,13 @@ class PredictionColumns:
             return tuple(f"probability_{name}" for name in self.target.names)
         return tuple(f"quantile_{level_name(level)}" for level in self.quantiles) or ("prediction",)
 
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """The copied columns of numbers. They are read as texts, too, so that no digit is lost."""
+        return tuple(name for name, kind in self.copies.items() if kind == "numeric")
+
     def _types(self) -> list[tuple[str, str]]:
-        of_kind = {"numeric": "float64", "date": "timestamp", "categorical": "string"}
+        of_kind = {"numeric": "numbers", "date": "timestamp", "categorical": "string"}
         types = [(ROW, "int64"), *((name, of_kind[kind]) for name, kind in self.copies.items())]
         if self.target.task == "classification":
             types.append(("prediction", "string"))
@@ -112,13 +123,42 @@ class PredictionColumns:
         labels = len(self.target.names) if self.target.task == "multilabel" else 1
         return labels + 2 if self.scored else 0
 
-    def schema(self, *, part: bool) -> Any:
-        """The Arrow schema of the result, or of a part."""
+    def schema(self, types: Mapping[str, str] | None = None) -> Any:
+        """The Arrow schema of the result, or of a part, where numbers are copied in each type.
+
+        Args:
+            types: for each of `exact` its type in the result; None: the schema is a part's.
+        """
         pa = import_pyarrow()
         kinds = {"timestamp": pa.timestamp("us", "UTC")}
-        named = [(name, kinds.get(of) or getattr(pa, of)()) for name, of in self._types()]
-        named += [(f"score {number}", pa.float64()) for number in range(self.hidden * part)]
+        kinds["numbers"] = pa.struct([(of, getattr(pa, of)()) for of in NUMBER_TYPES])
+        every = [(name, (types or {}).get(name, of)) for name, of in self._types()]
+        named = [(name, kinds.get(of) or getattr(pa, of)()) for name, of in every]
+        if types is None:
+            named += [(f"score {number}", pa.float64()) for number in range(self.hidden)]
         return pa.schema(named)
+
+    def narrow(self, fitting: Mapping[str, set[str]], batch: Any) -> None:
+        """Remove the types that cannot hold all numbers of a part's batch.
+
+        Args:
+            fitting: for each of `exact` the types that are left.
+            batch: the batch.
+        """
+        for name, types in fitting.items():
+            copied = batch.column(name)
+            missing = copied.field("string").null_count
+            types -= {of for of in NUMBER_TYPES if copied.field(of).null_count > missing}
+
+    def result(self, batch: Any, types: Mapping[str, str]) -> Any:
+        """What the result has of a part's batch; `schema` says what `types` is."""
+        pa = import_pyarrow()
+        schema = self.schema(types)
+        arrays = [
+            array.field(types[name]) if name in types else array
+            for name, array in zip(schema.names, batch.columns, strict=False)
+        ]
+        return pa.record_batch(arrays, schema=schema)
 
     def batch(self, numbers: np.ndarray, columns: RawColumns, predictions: np.ndarray) -> Any:
         """A batch of a part.
@@ -132,7 +172,10 @@ class PredictionColumns:
         pa = import_pyarrow()
         every = predictions.reshape(len(numbers), len(self.values))
         arrays = [pa.array(numbers)]
-        arrays += [_copied(columns[name], kind) for name, kind in self.copies.items()]
+        arrays += [
+            _exact(columns[as_text(name)]) if name in self.exact else _copied(columns[name])
+            for name in self.copies
+        ]
         if self.target.task == "classification":
             arrays.append(_texts(every.argmax(1), self.target.classes))
         if self.target.task == "multilabel":
@@ -144,7 +187,7 @@ class PredictionColumns:
             known &= np.isfinite(weight)
             hidden = [*target.reshape(len(numbers), -1).T, known, weight]
             arrays += [pa.array(np.ascontiguousarray(one, np.float64)) for one in hidden]
-        return pa.record_batch(arrays, schema=self.schema(part=True))
+        return pa.record_batch(arrays, schema=self.schema())
 
     def _targets(self, columns: RawColumns) -> RawColumns:
         if self.target.task != "classification":
@@ -176,14 +219,33 @@ class PredictionColumns:
         return {"predictions": predictions, "target": target, "weight": weight[kept]}
 
 
-def _copied(values: np.ndarray | Categories, kind: ColumnKind) -> Any:
-    """A column of a table as an Arrow array, null where a value is missing."""
+def _exact(values: Any) -> Any:
+    """Texts of numbers as an Arrow array of structs, with a field for each of NUMBER_TYPES.
+
+    All fields are null where a value is missing, and one is where its type has not all digits.
+    """
+    pa = import_pyarrow()
+    numbers = [exact_number(text) for text in values.values]
+    whole = [int(n) if n == n and abs(n) < EXACT and n == int(n) else n for n in numbers]
+    fields = {
+        "int64": [n if isinstance(n, int) and -INT64 <= n < INT64 else None for n in whole],
+        "float64": [
+            float(n) if isinstance(n, float) or int(float(n)) == n else None for n in whole
+        ],
+        "string": values.values,
+    }
+    missing = np.array([*(n != n for n in numbers), True])[values.codes]
+    places = pa.array(values.codes.astype(np.int32), mask=missing)
+    arrays = [pa.array(fields[of], getattr(pa, of)()).take(places) for of in NUMBER_TYPES]
+    return pa.StructArray.from_arrays(arrays, names=NUMBER_TYPES)
+
+
+def _copied(values: np.ndarray | Categories) -> Any:
+    """A column of texts or dates as an Arrow array, null where a value is missing."""
     pa = import_pyarrow()
     if isinstance(values, Categories):
         return _texts(values.codes, values.values)
     missing = np.isnan(values)
-    if kind != "date":
-        return pa.array(values, mask=missing)
     moments = np.round(np.where(missing, 0.0, values) * 1e6).astype(np.int64)
     return pa.array(moments, mask=missing).cast(pa.timestamp("us", "UTC"))
 
@@ -240,17 +302,23 @@ def put_together(
     with writing_to(target):
         _, entries = stage_entries(preparation.folder)
         result = preparation.folder / f"result{target.suffix}"
+        types = {
+            name: next(
+                of for of in NUMBER_TYPES if all(of in one["fitting"][name] for one in entries)
+            )
+            for name in columns.exact
+        }
         with (
-            closing(_writer(result, columns)) as writer,
+            closing(_writer(result, columns.schema(types))) as writer,
             closing(loss.collector(Group())) as scored,
         ):
             waiting: list[Any] = []
             strange = 0  # rows of unknown classes
-            for batch in _batches(preparation, entries, columns):
+            for batch in _batches(preparation, entries):
                 if columns.scored:
                     strange += columns.of_unknown_class(batch)
                     scored.add_rows(columns.scored_rows(batch))
-                waiting.append(batch.select(range(batch.num_columns - columns.hidden)))
+                waiting.append(columns.result(batch, types))
                 if sum(len(one) for one in waiting) >= GROUP_ROWS:
                     _write(writer, waiting)
             _write(writer, waiting)
@@ -278,9 +346,7 @@ def put_together(
     return made
 
 
-def _batches(
-    preparation: Preparation[TableRequest], entries: Sequence[Any], columns: PredictionColumns
-) -> Iterator[Any]:
+def _batches(preparation: Preparation[TableRequest], entries: Sequence[Any]) -> Iterator[Any]:
     """The batches of all parts, with the rows' numbers in the table."""
     pa = import_pyarrow()
     before = 0
@@ -295,12 +361,11 @@ def _batches(
         before += entry["rows"] + entry["wrong"]
 
 
-def _writer(path: Path, columns: PredictionColumns) -> Any:
+def _writer(path: Path, schema: Any) -> Any:
     import_pyarrow()
     import pyarrow.csv
     import pyarrow.parquet
 
-    schema = columns.schema(part=False)
     if path.suffix == ".csv":
         return pyarrow.csv.CSVWriter(str(path), schema)
     return pyarrow.parquet.ParquetWriter(str(path), schema)

@@ -275,6 +275,25 @@ def test_files_of_all_formats_give_the_same_predictions(trained, tmp_path):
     assert [float(row["probability_1"]) for row in rows] == found[0]["probability_1"].to_pylist()
 
 
+def test_copies_of_numbers_keep_all_their_digits(trained, tmp_path):
+    columns = made_columns(3)
+    columns["size"] = ["1797000000000000001", "", "9007199254740993.0"]
+    columns["importance"] = ["18446744073709551615", "0.1", "2"]  # no number type has all of these
+    columns["height"] = ["true", "false", "0.25"]
+    source = write_csv(tmp_path / "t.csv", {name: columns[name] for name in KINDS})
+    chosen = trained_run(tmp_path, "regression")
+    predicted(chosen, [source], tmp_path / "p.csv", columns=("size", "importance", "height"))
+    with (tmp_path / "p.csv").open() as file:
+        rows = [
+            [row[name] for name in ("size", "importance", "height")] for row in csv.DictReader(file)
+        ]
+    assert rows == [
+        ["1797000000000000001", "18446744073709551615", "1"],
+        ["", "0.1", "0"],
+        ["9007199254740993", "2", "0.25"],
+    ]
+
+
 def test_wrong_rows_end_it_or_are_left_out(trained, tmp_path):
     columns = made_columns(50)
     columns["size"][20] = "large"

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import pickle
 import threading
+import time
 import zlib
 from itertools import product
 
@@ -310,6 +311,17 @@ def test_a_file_that_changes_is_noticed(tmp_path, here):
         file.write(b"x")
     with pytest.raises(DataError, match=r"a.h5 has changed since it was indexed"):
         arrays.fetch([0])
+
+
+def test_a_file_that_changes_while_it_is_open_is_noticed(tmp_path, here):
+    field(tmp_path / "a.h5")
+    arrays = Arrays(tmp_path / "a.h5", "contiguous")
+    arrays.fetch([0])
+    time.sleep(2 * regions.OPEN_CHECK_SECONDS)
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file["contiguous"][...] = -1
+    with pytest.raises(DataError, match=r"a.h5 has changed since it was indexed"):
+        arrays.fetch([1])
 
 
 def test_a_file_that_becomes_shorter_while_it_is_open(tmp_path, here):

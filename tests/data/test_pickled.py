@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
-from hpc_train.data.pickled import copy_of
+from hpc_train.data.pickled import copy_of, deep_copy_of
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,44 @@ def test_tensors_of_one_memory_have_one_in_the_copy_too():
     made["array"][0] = 2
     made["whole"].resize_(6000)
     whole.resize_(6000)
+
+
+@pytest.fixture
+def mapped(tmp_path):
+    whole = np.memmap(tmp_path / "a.bin", "<u2", "w+", offset=6000, shape=(4000,))
+    whole[:] = np.arange(4000)
+    whole.flush()
+    return whole
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+def test_an_array_that_is_mapped_from_a_file_is_mapped_again(mapped, mode):
+    whole = np.memmap(mapped.filename, "<u2", mode, offset=6000, shape=(40, 100))
+    for array in (whole, whole[3:, ::-2], np.asarray(whole)[5], whole.T):
+        made = copy_of([array])[0]
+        assert type(made) is type(array)
+        np.testing.assert_array_equal(made, array)
+        before = int(array.flat[1])
+        mapped[before] = 9999  # a change of the file is seen where it is mapped
+        assert int(made.flat[1]) == (before if mode == "c" else 9999)
+        mapped[before] = before
+    made = copy_of(copy_of(whole[2:]))
+    np.testing.assert_array_equal(made, whole[2:])
+
+
+def test_a_mapped_array_whose_file_is_gone_is_copied(mapped):
+    Path(mapped.filename).unlink()
+    np.testing.assert_array_equal(copy_of(mapped), np.arange(4000))
+
+
+def test_threads_share_mapped_arrays(mapped):
+    class Tokens(torch.utils.data.Dataset):
+        def __init__(self):
+            self.shards, self.own = [mapped, {"more": mapped[10:]}], np.ones(3)
+
+    tokens = Subset(Tokens(), [0])
+    made = deep_copy_of(tokens, [tokens]).dataset
+    assert made.shards[0] is mapped
+    assert made.shards[1]["more"] is tokens.dataset.shards[1]["more"]
+    assert made is not tokens.dataset
+    assert made.own is not tokens.dataset.own

@@ -493,6 +493,39 @@ def test_what_turns_out_not_to_be_text_is_left_out(texts, tmp_path, caplog):
     assert f"left out what is not UTF-8 text in 1 file, such as {texts}/begins well" in caplog.text
 
 
+def test_texts_around_a_part_that_is_left_out_are_separated(tmp_path):
+    begin, end = b"before\n" * 60_000, b"behind\n" * 60_000
+    (tmp_path / "a.txt").write_bytes(begin + b"\0" + end)
+    made = prepare_text([tmp_path / "a.txt"], tmp_path / "out", validation=0, shard_mb=0.2)
+    tokens, documents = b"", []
+    for shard in made.splits["train"]:
+        with h5py.File(tmp_path / "out" / shard.name) as file:
+            documents += [len(tokens) + int(place) for place in file["documents"]]
+            tokens += bytes(file["tokens"][:])
+    before, _, behind = tokens.partition(b"\0")
+    assert before.startswith(b"before\n")
+    assert before.endswith(b"before\n")
+    assert behind.startswith(b"behind\n")
+    assert len(behind) > 100_000
+    assert documents == [0, len(before)]
+    assert made.documents == 2
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_the_text_in_a_compressed_file_is_estimated_well(tmp_path, ending):
+    compress = gzip.compress
+    if ending == "zst":
+        compress = pytest.importorskip("zstandard").ZstdCompressor().compress
+    words = np.random.default_rng(0).integers(0, 100_000, 500_000)
+    for number, text in enumerate(
+        [b"one line\n" * 400_000, b" ".join(b"%d" % word for word in words), b"short\n" * 9000]
+    ):
+        path = tmp_path / f"{number}.txt.{ending}"
+        path.write_bytes(compress(text))
+        [file] = text_files.only_texts(text_files.list_texts([path]))
+        assert file.nbytes == pytest.approx(len(text), rel=0.05)
+
+
 def failing(monkeypatch, count: int) -> None:
     """Let the disk be full after `count` shards."""
     real, left = prepare.write_shard, [count]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from hpc_train.data.arrays.indexing import write_index
 from hpc_train.data.tables.infer import infer_schema
 from hpc_train.data.tables.schema import Column, TableSchema
 from hpc_train.data.tables.sources import cut_tables, list_tables, read_rows, table_columns
-from hpc_train.data.tables.table_files import BATCH_ROWS
+from hpc_train.data.tables.table_files import BATCH_ROWS, as_text
 from hpc_train.errors import DataError, SetupError, UserError
 from hpc_train.warm.meeting import Cold
 
@@ -92,6 +93,57 @@ def test_a_matrix_is_a_column_for_each_of_its_columns(tmp_path):
         (2.0, 3.0, "False"),
         (4.0, 5.0, "True"),
     ]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.npz", "a.h5"])
+def test_a_column_of_numbers_is_read_as_texts_too(tmp_path, name):
+    numbers = (1 << 60) + np.arange(3)
+    if name == "a.csv":
+        (tmp_path / name).write_text("n\n" + "".join(f"{number}\n" for number in numbers))
+    elif name == "a.parquet":
+        pq.write_table(pa.table({"n": numbers}), tmp_path / name)
+    elif name == "a.npz":
+        np.savez(tmp_path / name, n=numbers)
+    else:
+        with h5py.File(tmp_path / name, "w") as file:
+            file["n"] = numbers
+    [portion] = cut_tables(list_tables([tmp_path / name]))
+    [batch] = read_rows(portion, schema_of(n="numeric"), texts=["n"])
+    assert batch.columns["n"].tolist() == [float(1 << 60)] * 3
+    assert batch.columns[as_text("n")].texts().tolist() == [*map(str, numbers)]
+
+
+def test_whole_numbers_with_a_fill_value_keep_all_their_digits(tmp_path):
+    numbers = (1 << 53) + 1 + np.arange(4)
+    numbers[2] = -1
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["n"] = numbers
+        file["n"].attrs["_FillValue"] = -1
+    texts = [None if number < 0 else str(number) for number in numbers]
+    assert rows_of(tmp_path / "a.h5", schema_of(n="categorical")) == [(text,) for text in texts]
+    found = [value for (value,) in rows_of(tmp_path / "a.h5", schema_of(n="numeric"))]
+    assert np.isnan(found).tolist() == [False, False, True, False]
+    assert found[0] == float(numbers[0])
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.npz", "a.h5"])
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, name):
+    numbers = np.arange(3 * BATCH_ROWS)
+    if name == "a.csv":
+        (tmp_path / name).write_text("n\n" + "".join(f"{number}\n" for number in numbers))
+    elif name == "a.parquet":
+        pq.write_table(pa.table({"n": numbers}), tmp_path / name)
+    elif name == "a.npz":
+        np.savez(tmp_path / name, n=numbers)
+    else:
+        with h5py.File(tmp_path / name, "w") as file:
+            file["n"] = numbers
+    [portion] = cut_tables(list_tables([tmp_path / name]))
+    batches = read_rows(portion, schema_of(n="numeric"))
+    next(batches)
+    os.utime(tmp_path / name)
+    with pytest.raises(DataError, match="has changed since it was"):
+        list(batches)
 
 
 def test_archives_that_are_no_tables_are_refused(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -28,6 +29,7 @@ CACHE_BYTES = 64 << 20  # of decoded chunks that are kept for the next samples
 # between them, if that is at most GAPS times the bytes of the runs, or at most SMALL_SPAN bytes.
 GAPS = 4
 SMALL_SPAN = 1 << 18
+OPEN_CHECK_SECONDS = 0.01  # so often at most it is looked whether an open file has changed
 MANY_CHUNKS = 1 << 12  # boxes of more chunks look only for those that are stored
 
 
@@ -37,6 +39,7 @@ class _Open:
     def __init__(self, path: Path) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # which does not wait for a pipe
         self.descriptor = os.open(path, flags)
+        self.checked = time.monotonic()  # when its size and time of change were looked at
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
@@ -117,6 +120,30 @@ class BoxReader:
         index = self.indexes[number]
         try:
             file = _Open(index.path)
+        except OSError as error:
+            raise DataError(f"{index.path}: {error.strerror}", "check the file system") from None
+        self._check(number, file)
+        with self._lock:
+            self._open[number] = file
+            while len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)
+        return file
+
+    def check(self) -> None:
+        """Make sure that no file which is still open has changed until now.
+
+        Raises:
+            DataError: one has.
+        """
+        with self._lock:
+            opened = [*self._open.items()]
+        for number, file in opened:
+            self._check(number, file)
+
+    def _check(self, number: int, file: _Open) -> None:
+        index = self.indexes[number]
+        file.checked = time.monotonic()
+        try:
             now = os.fstat(file.descriptor)
         except OSError as error:
             raise DataError(f"{index.path}: {error.strerror}", "check the file system") from None
@@ -125,11 +152,6 @@ class BoxReader:
                 f"{index.path} has changed since it was indexed",
                 "start the program again; a file that is read must not be written to",
             )
-        with self._lock:
-            self._open[number] = file
-            while len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)
-        return file
 
     def _fill(self, number: int, file: _Open, memory: np.ndarray, offset: int) -> None:
         path = self.indexes[number].path
@@ -140,6 +162,8 @@ class BoxReader:
             raise DataError(f"{path}: {error.strerror}", "check the file system") from None
         if count < len(flat):
             raise DataError(f"{path} ends early", "it has become shorter; copy it again")
+        if time.monotonic() > file.checked + OPEN_CHECK_SECONDS:
+            self._check(number, file)
 
     def _read_chunks(
         self, number: int, name: str, stored: Stored, begin: Sequence[int], out: np.ndarray

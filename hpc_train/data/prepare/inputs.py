@@ -162,7 +162,7 @@ def opened_text(file: InputFile) -> Iterator[tuple[io.BufferedReader, Callable[[
     """Open a text file, compressed or not.
 
     Yields:
-        Its text, and a function that says how many bytes of its stream are read, as estimated.
+        Its text, and a function that says how many bytes of the text are read.
 
     Raises:
         DataError: it cannot be read, it changes while it is open, or it is damaged.
@@ -172,24 +172,30 @@ def opened_text(file: InputFile) -> Iterator[tuple[io.BufferedReader, Callable[[
         if not file.compressed:
             yield cast("io.BufferedReader", raw), raw.tell
             return
-        yield decompressed(raw, file.path), lambda: raw.tell() * file.nbytes // max(1, file.size)
+        stream = decompressed(raw, file.path)
+        yield stream, stream.tell
 
 
-def decompressed(raw: BinaryIO, path: str) -> io.BufferedReader:
+def decompressed(raw: Any, path: str, buffer: int = BUFFER_BYTES) -> io.BufferedReader:
     """The content of a compressed file, by the ending of its name.
+
+    Args:
+        raw: the file, of which only `read` is used.
+        path: its path.
+        buffer: how many bytes are decompressed at once.
 
     Raises:
         SetupError: the `zstandard` library is needed and missing.
     """
     zipped = path.lower().endswith(".gz")
     stream: Any = gzip.GzipFile(fileobj=raw) if zipped else _Zstandard(raw)
-    return io.BufferedReader(stream, BUFFER_BYTES)
+    return io.BufferedReader(stream, buffer)
 
 
 class _Zstandard(io.RawIOBase):
     """Reads zstd frames. The library's own reader takes a file that ends early for a whole one."""
 
-    def __init__(self, raw: BinaryIO) -> None:
+    def __init__(self, raw: Any) -> None:
         try:
             import zstandard
         except ImportError:
@@ -200,9 +206,13 @@ class _Zstandard(io.RawIOBase):
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
         self._frame: Any = None
         self._read, self._made = b"", memoryview(b"")
+        self._told = 0
 
     def readable(self) -> bool:
         return True
+
+    def tell(self) -> int:
+        return self._told
 
     def readinto(self, memory: Any) -> int:
         while not self._made:
@@ -222,6 +232,7 @@ class _Zstandard(io.RawIOBase):
         count = min(len(memory), len(self._made))
         memory[:count] = self._made[:count]
         self._made = self._made[count:]
+        self._told += count
         return count
 
 

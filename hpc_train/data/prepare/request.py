@@ -17,7 +17,7 @@ from hpc_train.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-PLAN_FORMAT = 4  # a higher one, after the plan or the tokens have changed, continues no older plan
+PLAN_FORMAT = 5  # a higher one, after the plan or the tokens have changed, continues no older plan
 
 
 @dataclass(frozen=True)

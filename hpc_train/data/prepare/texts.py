@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 TEXT_PIECE_BYTES = 1 << 20  # of text that is encoded at once
 LINE_BYTES = 4096
 SNIFFED_BYTES = 1 << 16  # of each file, to see whether it is text
+# To estimate the size of a compressed text, at least so much of the text and so much of the file is
+# read, in pieces so small that what is read ahead does not matter.
+SNIFFED_TEXT_BYTES, SNIFFED_RAW_BYTES, SNIFFED_PIECE_BYTES = 1 << 20, 1 << 16, 1 << 12
+MOST_SNIFFED_BYTES = 1 << 26  # of a text, however well it is compressed
 SNIFFERS = 8  # threads; a file system over a network takes milliseconds to open a file
 
 
@@ -114,17 +118,41 @@ def _conversion(path: str) -> str:
 
 
 def _sniffed(file: InputFile) -> InputFile | None:
+    nbytes = file.nbytes
     with opened_input(file) as raw:
-        begin = (decompressed(raw, file.path) if file.compressed else raw).read(SNIFFED_BYTES)
-        read = raw.tell()
+        stream: Any = raw
+        if file.compressed:
+            stream = decompressed(_SmallPieces(raw), file.path, SNIFFED_PIECE_BYTES)
+        begin = stream.read(SNIFFED_BYTES)
+        if file.compressed:
+            nbytes = _estimated(file, raw, stream, len(begin))
     whole = len(begin) < SNIFFED_BYTES
     # Of a JSON lines file every line is checked later.
     known = file.format == "jsonl" or _is_utf8(io.BytesIO(begin), len(begin), whole=whole)
     if not begin or not known:
         return None
-    if not file.compressed:
-        return file
-    return replace(file, nbytes=len(begin) if whole else file.size * len(begin) // read)
+    return replace(file, nbytes=nbytes)
+
+
+def _estimated(file: InputFile, raw: BinaryIO, stream: Any, made: int) -> int:
+    """About how many bytes a compressed text has, of which some are made already."""
+    while made < MOST_SNIFFED_BYTES:
+        if made >= SNIFFED_TEXT_BYTES and raw.tell() >= SNIFFED_RAW_BYTES:
+            break
+        if not (piece := stream.read(SNIFFED_BYTES)):
+            return made
+        made += len(piece)
+    return file.size * made // raw.tell()
+
+
+class _SmallPieces:
+    """A file from which few bytes are read at once, however many are asked for."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+
+    def read(self, size: int = -1) -> bytes:
+        return self._raw.read(min(size, SNIFFED_PIECE_BYTES) if size >= 0 else SNIFFED_PIECE_BYTES)
 
 
 def is_text_part(part: InputPart) -> bool:

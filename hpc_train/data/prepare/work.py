@@ -159,7 +159,9 @@ def _make_portion(
         if recipe.in_place:
             writer.refer_to(Path(part.file.path), part.file.offset + part.begin)
         if part.file.format == "text" and not part.file.compressed and not is_text_part(part):
+            assert codec is not None
             left_out.append(part.file.path)
+            documents += _write_gap(writer, part, codec, recipe.dtype)
             continue
         for tokens, first in read_part(part, recipe, codec, dealing.tell):
             writer.add(tokens, first=first)
@@ -177,6 +179,25 @@ def _make_portion(
         "shards": [asdict(shard) for shard in shards],
     }
     files.write_text(preparation.entry(portion.name), json.dumps(entry))
+
+
+def _write_gap(writer: ShardWriter, part: InputPart, codec: Tokenizer, dtype: np.dtype[Any]) -> int:
+    """Write what separates the texts before and behind a part that is left out.
+
+    Other ranks may make these texts, and do not know of it. So the document behind it begins with
+    tokens that are written here: those in front of a text or, if there are none, the separator.
+
+    Returns:
+        How many documents begin behind it.
+    """
+    separator = [] if codec.separator is None else [codec.separator]
+    end, begin = [] if part.first else separator, [] if part.last else [*codec.front]
+    if not (part.last or begin):
+        end, begin = [], separator
+    for tokens, first in ((end, False), (begin, True)):
+        if tokens:
+            writer.add(np.array(tokens, dtype), first=first)
+    return len(begin) > 0
 
 
 def _about(recipe: TokenRecipe, parts: Sequence[InputPart]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +32,7 @@ from hpc_train.data.tables.table_files import (
     TablePortion,
     WrongPolicy,
     check_names,
+    kinds_read,
     opened_table,
 )
 from hpc_train.data.tables.wrong_rows import judged_batches
@@ -225,17 +226,17 @@ def cut_arrays(file: TableFile, nbytes: int) -> list[TablePortion]:
 
 
 def read_array_rows(
-    portion: TablePortion, schema: TableSchema, wrong: WrongPolicy
+    portion: TablePortion, schema: TableSchema, wrong: WrongPolicy, texts: Collection[str]
 ) -> Iterator[RawRows]:
     """The rows of a portion of a .npz or HDF5 file. `sources.read_rows` describes it."""
     file = portion.file
     check_names(file, array_columns(file), [column.name for column in schema.columns])
-    kinds = {column.name: column.kind for column in schema.columns if column.kind != "ignored"}
+    wanted = kinds_read(schema, texts)
     for begin, arrays in _batches(file, portion.begin, portion.end):
         columns = {}
-        for name, kind in kinds.items():
+        for key, (name, kind) in wanted.items():
             try:
-                columns[name] = from_array(arrays[name], kind, schema.missing)
+                columns[key] = from_array(arrays[name], kind, schema.missing)
             except DataError as error:
                 cause = f"{file.path}: column {name!r} {error.cause}"
                 raise DataError(cause, error.remedy) from None
@@ -300,14 +301,22 @@ def _hdf5_batches(
                 values = read[name] if field is None else read[name][field]
                 values = values if number is None else values[:, number]
                 arrays[column] = _meant(values, stored, truth=field in stored.truth)
+            if at + BATCH_ROWS >= end:
+                reader.check()
             yield at, arrays
 
 
 def _meant(values: np.ndarray, stored: Stored, *, truth: bool) -> np.ndarray:
-    """The values that the file's type and the CF conventions' attributes make of stored ones."""
-    if not stored.missing and (stored.scale, stored.add) == (1.0, 0.0):
+    """The values that the file's type and the CF conventions' attributes make of stored ones.
+
+    Missing ones are masked in whole numbers, of which floats would not have all digits.
+    """
+    if (stored.scale, stored.add) == (1.0, 0.0) and (truth or values.dtype.kind != "f"):
         # Their texts are those of truth values in other formats.
-        return values != 0 if truth else values
+        meant = values != 0 if truth else values
+        if not stored.missing:
+            return meant
+        return np.ma.masked_array(meant, np.isin(values, stored.missing))
     meant = values * stored.scale + stored.add
     meant[np.isin(values, stored.missing)] = np.nan
     return meant

@@ -11,6 +11,7 @@ to such a text is missing, too, however it is written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ SHOWN = 40  # characters of a wrong value that a message has
 WIDEST = 1 << 64  # no column of whole numbers has a larger one
 LAST_CHARACTER = 0x10FFFF
 _COARSE = ("Y", "M", "W", "D", "h", "m")  # units of dates above a second
+_WHOLE = re.compile(r"[+-]?[0-9]{1,40}(\.0*)?")
 _MIDNIGHT = "T00:00:00"
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
@@ -139,6 +141,16 @@ def _number(text: str) -> float:
         return truth
 
 
+def exact_number(text: str) -> int | float:
+    """A text of a numeric column as a number. A whole number has all its digits.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = text.strip()
+    return int(text.partition(".")[0]) if _WHOLE.fullmatch(text) else _number(text)
+
+
 def _seconds(text: str) -> float:
     date = datetime.fromisoformat(text)
     date = date if date.tzinfo else date.replace(tzinfo=UTC)
@@ -176,6 +188,8 @@ def canonical_text(value: Any) -> str | None:
 def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> ColumnValues:
     """Convert a NumPy array (N,) of numbers, truth values, dates or fixed-length texts.
 
+    Values that are masked in a masked array are missing.
+
     Raises:
         DataError: an array of this type cannot be of this kind.
     """
@@ -184,13 +198,17 @@ def from_array(values: np.ndarray, kind: ColumnKind, missing: Sequence[str]) -> 
         raise DataError(f"is of type {values.dtype}", "give it the kind ignored in the schema")
     if of == "U" and not _is_unicode(values):
         raise DataError("has characters that Unicode has not", "write the file again")
+    missed = np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None
+    values = np.asarray(values)
     if kind == "numeric" and of in "biuf":
-        return ColumnValues(values.astype(np.float64))
+        numbers = values.astype(np.float64)
+        return ColumnValues(numbers if missed is None else np.where(missed, np.nan, numbers))
     if kind == "date" and of == "M":
         return ColumnValues(_dates(values))
     if of not in "SU" and kind != "categorical":
         raise DataError(f"is of type {values.dtype}, not {kind}", "change its kind in the schema")
     different, codes = np.unique(values, return_inverse=True)
+    codes = codes if missed is None else np.where(missed, -1, codes)
     if of in "SU":
         return from_different(different.tolist(), codes, kind, missing)
     return from_different(_canonical(different), codes, kind, ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache, partial
@@ -52,6 +52,7 @@ from hpc_train.data.tables.table_files import (
     TableFile,
     TablePortion,
     WrongPolicy,
+    as_text,
     check_names,
     opened_table,
 )
@@ -148,13 +149,13 @@ def _blank(begin: bytes) -> int:
 
 
 def read_csv_rows(
-    portion: TablePortion, schema: TableSchema, wrong: WrongPolicy
+    portion: TablePortion, schema: TableSchema, wrong: WrongPolicy, texts: Collection[str]
 ) -> Iterator[RawRows]:
     """The rows of a portion of a csv file. `sources.read_rows` describes it."""
     file = portion.file
     names, header = csv_columns(file)
     check_names(file, names, [column.name for column in schema.columns])
-    parse = _Parser(names, schema, file.delimiter)
+    parse = _Parser(names, schema, file.delimiter, texts)
     number = 0
     with reading_from(file.path), opened_table(file) as raw:
         stream = plain_stream(raw, file)
@@ -183,7 +184,9 @@ def read_csv_rows(
 class _Parser:
     """Parses blocks, and remembers which Arrow types have suited the columns so far."""
 
-    def __init__(self, names: list[str], schema: TableSchema, delimiter: str) -> None:
+    def __init__(
+        self, names: list[str], schema: TableSchema, delimiter: str, texts: Collection[str]
+    ) -> None:
         pa = import_pyarrow()
         import pyarrow.csv
 
@@ -198,6 +201,8 @@ class _Parser:
             "categorical": [],
         }
         self.types = {n: (*self.suiting[kind], self.text)[0] for n, kind in self.kinds.items()}
+        self.texts = texts  # columns that are read a second time
+        self.types |= dict.fromkeys(texts, self.text)
 
     def parse(self, block: bytes, types: dict[str, Any], skip: Callable[[Any], str]) -> Any:
         """Parse a block to an Arrow table of the columns that have types."""
@@ -231,7 +236,7 @@ class _Parser:
             try:
                 table = self.parse(block, self.types, skip)
                 if not any(map(_is_early, table.itercolumns())):
-                    return table.num_rows, self._columns(table), skipped
+                    return table.num_rows, self._columns(table) | self._second(table), skipped
             except self.pa.ArrowInvalid:
                 pass
             skipped.clear()
@@ -245,11 +250,9 @@ class _Parser:
             [array] = table.column(name).chunks
             suiting = self._suiting(array, kind)
             columns[name] = self._values(array if suiting is None else suiting, kind)
-            if suiting is not None:
-                self.types[name] = suiting.type
-            elif columns[name].causes is None:
-                self.types[name] = self.text
-        return table.num_rows, columns, skipped
+            if name not in self.texts and (suiting is not None or columns[name].causes is None):
+                self.types[name] = self.text if suiting is None else suiting.type
+        return table.num_rows, columns | self._second(table), skipped
 
     def _as_given(self, table: Any) -> Any:
         """The bytes of a table that was parsed as if each byte were a character."""
@@ -267,6 +270,13 @@ class _Parser:
         for name, kind in self.kinds.items():
             [array] = table.column(name).chunks
             found[name] = self._values(array, kind)
+        return found
+
+    def _second(self, table: Any) -> dict[str, ColumnValues]:
+        found = {}
+        for name in self.texts:
+            [array] = table.column(name).chunks
+            found[as_text(name)] = from_arrow(array, "categorical", self.missing)
         return found
 
     def _values(self, array: Any, kind: ColumnKind) -> ColumnValues:

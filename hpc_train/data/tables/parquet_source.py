@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from hpc_train.data.tables.table_files import (
     TablePortion,
     WrongPolicy,
     check_names,
+    kinds_read,
     opened_table,
 )
 from hpc_train.data.tables.wrong_rows import judged_batches
@@ -114,11 +115,11 @@ def cut_parquet(file: TableFile, nbytes: int) -> list[TablePortion]:
 
 
 def read_parquet_rows(
-    portion: TablePortion, schema: TableSchema, wrong: WrongPolicy
+    portion: TablePortion, schema: TableSchema, wrong: WrongPolicy, texts: Collection[str]
 ) -> Iterator[RawRows]:
     """The rows of a portion of a Parquet file. `sources.read_rows` describes it."""
     file = portion.file
-    kinds = {column.name: column.kind for column in schema.columns if column.kind != "ignored"}
+    wanted = kinds_read(schema, texts)
     with _opened(file) as opened:
         check_names(file, _names(file, opened), [column.name for column in schema.columns])
         rows = _groups(file, opened)[0]
@@ -126,11 +127,12 @@ def read_parquet_rows(
             raise DataError(f"{file.path} has lost row groups", "prepare the table again")
         before, number = sum(rows[: portion.begin]), 0
         groups = [*range(portion.begin, portion.end)]
-        for batch in _batches(opened, groups, [*kinds], BATCH_ROWS):
+        names = [*dict.fromkeys(name for name, _ in wanted.values())]
+        for batch in _batches(opened, groups, names, BATCH_ROWS):
             columns = {}
-            for name, kind in kinds.items():
+            for key, (name, kind) in wanted.items():
                 try:
-                    columns[name] = from_arrow(batch.column(name), kind, schema.missing)
+                    columns[key] = from_arrow(batch.column(name), kind, schema.missing)
                 except DataError as error:
                     cause = f"{file.path}: column {name!r} {error.cause}"
                     raise DataError(cause, error.remedy) from None

@@ -7,7 +7,7 @@ rank lists, infers and cuts, and tells the others. Each portion is then read by 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,7 +152,10 @@ def settle_quotes(portions: Sequence[TablePortion], counts: Sequence[int]) -> li
 
 
 def read_rows(
-    portion: TablePortion, schema: TableSchema, wrong: WrongPolicy = "raise"
+    portion: TablePortion,
+    schema: TableSchema,
+    wrong: WrongPolicy = "raise",
+    texts: Collection[str] = (),
 ) -> Iterator[RawRows]:
     """The rows of a portion, in the order of the file. Any rank may call it.
 
@@ -167,6 +170,7 @@ def read_rows(
             has columns, or a value that its column's kind does not allow. Quotes that do not end,
             or stand where RFC 4180 has none, are an error in any case if `quoted_newlines`, as
             nobody knows where the next record begins.
+        texts: columns that are read a second time, as texts with all digits; see `as_text`.
 
     Yields:
         Batches of at most `BATCH_ROWS` rows. All categorical columns are `Categories`.
@@ -178,7 +182,7 @@ def read_rows(
         UserError: the file is HDF5, MPI runs, and `start_workers` was not called before.
     """
     if portion.file.format == "csv":
-        return read_csv_rows(portion, schema, wrong)
+        return read_csv_rows(portion, schema, wrong, texts)
     if portion.file.format == "parquet":
-        return read_parquet_rows(portion, schema, wrong)
-    return read_array_rows(portion, schema, wrong)
+        return read_parquet_rows(portion, schema, wrong, texts)
+    return read_array_rows(portion, schema, wrong, texts)

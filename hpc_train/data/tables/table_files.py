@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hpc_train.data.prepare.inputs import COMPRESSED, reading_from
 from hpc_train.data.tables.features import RawColumns
-from hpc_train.data.tables.schema import columns_beside, repeated
+from hpc_train.data.tables.schema import ColumnKind, TableSchema, columns_beside, repeated
 from hpc_train.errors import DataError
 
 TableFormat = Literal["csv", "parquet", "npz", "hdf5"]
@@ -113,11 +113,30 @@ def opened_table(file: TableFile) -> Iterator[BinaryIO]:
     """Open a file of a table, whose bytes may be read in any order.
 
     Raises:
-        DataError: it cannot be read, or it has changed since it was listed.
+        DataError: it cannot be read, or it has changed since it was listed, or changes while it is
+            open.
     """
     with reading_from(file.path), Path(file.path).open("rb") as opened:
         file.check(os.fstat(opened.fileno()))
         yield cast("BinaryIO", opened)
+        file.check(os.fstat(opened.fileno()))
+
+
+def as_text(name: str) -> str:
+    """The key in a batch's columns of a column that is read a second time, as texts."""
+    return f"{name}\0as text"
+
+
+def kinds_read(schema: TableSchema, texts: Collection[str]) -> dict[str, tuple[str, ColumnKind]]:
+    """What is read of a table: for each key in a batch's columns the column, and its kind there.
+
+    Args:
+        schema: the table's schema.
+        texts: columns that are read a second time, as texts; see `as_text`.
+    """
+    once: dict[str, tuple[str, ColumnKind]]
+    once = {one.name: (one.name, one.kind) for one in schema.columns if one.kind != "ignored"}
+    return once | {as_text(name): (name, "categorical") for name in texts}
 
 
 def told_names(file: TableFile, missing: str, names: list[str]) -> str:
