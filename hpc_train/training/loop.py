@@ -281,7 +281,7 @@ class Loop(Stepping):
                 if self._failed:
                     self.checkpoints.finish()
                 else:
-                    self._leave(stop)
+                    self._leave()
             finally:
                 self._records = None
                 report.last_step = self._taken
