@@ -199,8 +199,8 @@ class Group:
                 raise UserError(
                     f"the ranks took different paths: this one came to {what}, and another one to "
                     "something else",
-                    "let all ranks make the same calls: what one rank computes alone must not "
-                    "need the others",
+                    "let all ranks make the same calls, and call model.eval() before one rank "
+                    "alone evaluates",
                 ) from None
         return [*result]
 
