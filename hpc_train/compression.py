@@ -32,6 +32,11 @@ class Scheme(NamedTuple):
     steps: int = 0
 
 
+def depends_on_buckets(text: str) -> bool:
+    """Whether a compression chooses what it sends by bucket, so that their size changes results."""
+    return parse_scheme(text).kind in FORMS
+
+
 def parse_scheme(text: str) -> Scheme:
     """Read a value such as "none", "fp16", "bf16", "topk", "topk:0.01" or "powersgd:4:100".
 

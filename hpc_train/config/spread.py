@@ -78,8 +78,9 @@ class GradientsSection:
     nccl sums on GPUs by torch's NCCL. auto takes horovod for GPUs whose memory MPI cannot read, if
     Horovod is built with NCCL, and mpi otherwise."""
     bucket_mb: float | None = None
-    """Size of the flat buckets, in MiB. By default it is measured, and 4 with run.deterministic.
-    With engine horovod it is the size of Horovod's fusion buffer."""
+    """Size of the flat buckets, in MiB. By default it is measured; it is 4 with run.deterministic,
+    and with compression topk and powersgd, whose results depend on it. With engine horovod it is
+    the size of Horovod's fusion buffer."""
     two_level: Literal["auto", "on", "off"] = "auto"
     """With engine mpi, whether the ranks of a node first sum in shared memory, so that nodes
     communicate once. With engine nccl, whether the GPUs of a node sum first, and MPI sums between

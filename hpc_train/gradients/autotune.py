@@ -17,6 +17,7 @@ from hpc_train.collectives.device import DeviceCollectives
 from hpc_train.collectives.halving import Halving
 from hpc_train.collectives.protocol import reaches
 from hpc_train.collectives.ring import Library, Ring
+from hpc_train.compression import depends_on_buckets
 from hpc_train.errors import SetupError, size_text
 from hpc_train.gradients.buckets import Bucket
 from hpc_train.gradients.compression import make_compressor
@@ -164,10 +165,13 @@ def made_on_all_nodes(group: Group, make: Callable[[], ClosableT]) -> ClosableT:
 def chosen_bucket_bytes(
     group: Group, make: MakeSums, trained: Sequence[Parameter], options: AveragingOptions
 ) -> int:
-    """The size of buckets, in bytes: the option's, or the one that is measured best. Collective."""
+    """The size of buckets, in bytes: the option's, or the one that is measured best. Collective.
+
+    It is not measured if the result depends on it.
+    """
     if options.bucket_bytes is not None:
         return options.bucket_bytes
-    if options.deterministic:
+    if options.deterministic or depends_on_buckets(options.compression):
         return USUAL_BUCKET
     total = sum(parameter.nbytes for parameter in trained)
     size = bucket_size(group, make, total, CPU if options.staged else trained[0].device)

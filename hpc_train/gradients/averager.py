@@ -96,13 +96,16 @@ class GradientAverager(Protocol):
         steps. Without it one pass is expected.
         """
 
-    def leave_step(self, awaited: str = "the ranks to leave a step") -> None:
+    def leave_step(self, *, gone: bool = False) -> bool:
         """Tell the other ranks that this one is between two steps. Collective.
 
         For a loop whose ranks all come to this point. A rank that averages instead makes all raise.
 
         Args:
-            awaited: what this rank waits for, for the message if a rank does not come.
+            gone: whether this rank has left its loop, and takes no further step.
+
+        Returns:
+            Whether any rank has left its loop; the same on all ranks.
         """
 
     def refresh(self) -> None:

@@ -54,6 +54,7 @@ class Facts:
         late: gradients came after the sum of their bucket had begun.
         changed: the optimizer has other parameters than the averager.
         restless: the rank must not begin sums before `average` in the next step.
+        gone: the rank has left its loop, and takes no further step.
     """
 
     used: np.ndarray
@@ -62,6 +63,7 @@ class Facts:
     late: bool = False
     changed: bool = False
     restless: bool = False
+    gone: bool = False
 
 
 def told(group: Group, place: Place, drops: int, facts: Facts) -> Coroutine[Facts]:
@@ -87,7 +89,7 @@ def told(group: Group, place: Place, drops: int, facts: Facts) -> Coroutine[Fact
     # The first word has the place in bits 0 to 7, the drops in bits 8 to 31, then the flags. Place
     # and drops set one bit each: if the result has two, the ranks differ.
     first = 1 << place | 1 << (8 + drops % DROPS)
-    flags = (facts.fresh, facts.failed, facts.late, facts.changed, facts.restless)
+    flags = (facts.fresh, facts.failed, facts.late, facts.changed, facts.restless, facts.gone)
     first |= sum(1 << (32 + number) for number, flag in enumerate(flags) if flag)
     words = np.zeros(1 + -(-len(facts.used) // 64), np.uint64)
     words[0] = first

@@ -202,24 +202,23 @@ class BucketAverager:
             self._filling.promise()
         return sample_weight(self.group, items)
 
-    def leave_step(self, awaited: str = "the ranks to leave a step") -> None:
-        """Tell the other ranks that this one is between two steps. Collective.
-
-        For a loop whose ranks come together between steps anyway.
-
-        Args:
-            awaited: what this rank waits for, for the message if a rank does not come.
+    def leave_step(self, *, gone: bool = False) -> bool:
+        """Tell the others that this rank is between two steps (see `GradientAverager`). Collective.
 
         Raises:
             UserError: some ranks average instead; all ranks raise it.
         """
-        if self.group.size > 1:
-            with self.group.waiting(awaited):
-                self.progress.complete(self._told(Place.LEAVE))
+        if self.group.size == 1:
+            return gone
+        awaited = "the other ranks, after it left its loop" if gone else "the ranks to leave a step"
+        with self.group.waiting(awaited):
+            return self.progress.complete(self._told(Place.LEAVE, gone=gone)).gone
 
-    def _told(self, place: Place, facts: Facts | None = None) -> Coroutine[Facts]:
+    def _told(
+        self, place: Place, facts: Facts | None = None, *, gone: bool = False
+    ) -> Coroutine[Facts]:
         nothing = np.zeros(len(self.trained), bool)
-        return told(self._census, place, self._drops, facts or Facts(nothing))
+        return told(self._census, place, self._drops, facts or Facts(nothing, gone=gone))
 
     def average(self) -> None:
         """Sum the buckets that were not summed during the backward pass. Collective."""

@@ -38,7 +38,8 @@ class AveragingOptions:
 
     Args:
         engine: "horovod", "mpi", or "auto": see `best_engine`. "nccl" sums on GPUs only.
-        bucket_bytes: size of the flat buckets; None chooses it by a measurement.
+        bucket_bytes: size of the flat buckets. None chooses it by a measurement, unless the
+            compression's results depend on it.
         two_level: "on" lets the ranks of a node sum in its shared memory, so that only the node's
             sum crosses the network. With "off" each rank communicates for itself. "auto" measures
             which is faster. With engine nccl the GPUs of a node sum first. Engines mpi and nccl

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import psutil
 
 from hpc_train import files
-from hpc_train.job.leaving import check_left_by_all
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
@@ -28,12 +27,7 @@ TIME_LIMIT = 1000  # above all signal numbers
 STOP_FILE = 1001
 ENOUGH = 1002
 INTERRUPTED = 1003
-LEFT = 1004  # above all others: all ranks must then tell who has left
 EARLY = 0.1  # share of a job's time after which it must know how long a checkpoint takes
-AFTER_FAILURE = "the other ranks, after one of them has failed"
-AFTER_LEAVING = "the other ranks, after it left its loop"
-"""What a rank waits for that has left its loop."""
-LEAVING = 60.0  # seconds in which the other ranks must follow a rank that has left its loop
 KEPT_SECONDS = 60.0  # seconds in which a program that is starting must come to answer a signal
 ONE_PRESS = 1.0  # seconds in which signals of one Ctrl-C come
 STOP_FILE_SECONDS = 1.0  # seconds between two looks for the file, which may be on a network
@@ -169,8 +163,6 @@ class StopRequests:
         """Whether the ranks have agreed to save once, to measure how long that takes."""
         self.asked = False
         """Whether the ranks have agreed on what a rank asked for, see `agree`."""
-        self.left = False
-        """Whether some ranks had left the loop when the data of another one failed."""
         self._total = math.inf
         self._looked = 0.0
         self._started = psutil.Process().create_time()
@@ -245,12 +237,9 @@ class StopRequests:
 
         Raises:
             HpcTrainError: a rank has a failure; the same error is raised on all ranks.
-            UserError: a rank has left the loop.
         """
         pending = self.pending(needed_seconds, look=group.rank == 0, untried=untried)
         reason = settle(group, failure, max(pending, ASKED * asks))
-        if reason == LEFT:
-            check_left_by_all(group, left=False)
         self.ended, self.soon, self.asked = reason == ENOUGH, reason == SOON, reason == ASKED
         self._stopping = reason > SOON and not self.ended
         if self.soon or self.asked:
@@ -265,22 +254,6 @@ class StopRequests:
         if reason == INTERRUPTED:
             return "Ctrl-C"
         return signal.Signals(reason).name if reason else None
-
-    def leave(self, group: Group) -> None:
-        """Agree that this rank has left its loop before the end. Collective, as `agree`.
-
-        After LEAVING seconds the watchdog notices ranks that wait in something else.
-
-        Raises:
-            UserError: other ranks have not left it; the same error is raised on all ranks.
-            HpcTrainError: a rank has a failure; the same error is raised on all ranks.
-        """
-        before, group.waiting.limit = group.waiting.limit, LEAVING
-        try:
-            settle(group, None, LEFT, AFTER_LEAVING)
-            check_left_by_all(group, left=True)
-        finally:
-            group.waiting.limit = before
 
     def close(self) -> None:
         """Put the former signal handlers back, or ignore the signals if the job is stopping."""

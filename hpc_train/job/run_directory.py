@@ -130,11 +130,47 @@ def _size(path: Path) -> int:
 
 def _record_failure(path: Path, error: Exception) -> None:
     """Record the end of a job that has failed before its event "start"."""
-    steps = [event.get("step") for event in files.lines_of(path, LAST_BYTES)]
-    step = next((step for step in reversed(steps) if isinstance(step, int)), 0)
-    end = {"time": round(time.time(), 3), "event": "end", "step": step, "before_start": True}
+    end = {"time": round(time.time(), 3), "event": "end", "step": _last_step(path)}
+    end["before_start"] = True
     with closing(RecordsFile(path)) as events:
         events.write(end | {"reason": "failed", "why": cause_in_words(error)})
+
+
+def _last_step(path: Path) -> int:
+    """The last step that a file of records or events names; 0 if there is none."""
+    steps = [line.get("step") for line in files.lines_of(path, LAST_BYTES)]
+    return next((step for step in reversed(steps) if isinstance(step, int)), 0)
+
+
+def keep_lost_records(group: Group, directory: Path, after: int, *, saves: bool = True) -> None:
+    """If training begins again though steps are recorded, warn and keep the records. Collective.
+
+    That is so if a job was killed before its first checkpoint, or if a site has removed all old
+    files. These two look alike.
+
+    Args:
+        group: the ranks of the job.
+        directory: the run directory.
+        after: the step after which training resumes; 0: there is no checkpoint.
+        saves: whether the run writes checkpoints at all.
+
+    Raises:
+        ConfigError: the records cannot be kept.
+    """
+    with agreed(group), writable(directory):
+        path = directory / "metrics.jsonl"
+        if group.rank or after or not saves or not (step := _last_step(path)):
+            return
+        written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+        kept = directory / f"metrics-before-{written}.jsonl"
+        files.write_whole(kept, iter([path.read_bytes()]))
+        logger.warning(
+            "the records of %s end at step %d, but there is no checkpoint: training begins again "
+            "at step 1, and %s keeps the old records",
+            directory,
+            step,
+            kept.name,
+        )
 
 
 def write_config(group: Group, directory: Path, config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import or_
 from typing import TYPE_CHECKING, TypeVar
 
+from hpc_train.errors import UserError
 from hpc_train.mpi.idle import Idle
 from hpc_train.mpi.traffic import LinkKind
 from hpc_train.mpi.watch import Watch
@@ -189,7 +190,18 @@ class Group:
         result = array("q", numbers)
         with self.waiting(what):
             self._meet()
-            self.comm.Allreduce(MPI.IN_PLACE, result, op=getattr(MPI, operation))
+            try:
+                self.comm.Allreduce(MPI.IN_PLACE, result, op=getattr(MPI, operation))
+            except MPI.Exception as error:
+                if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                    raise
+                # The other rank is in a sum of more numbers, such as that of a BatchNorm layer.
+                raise UserError(
+                    f"the ranks took different paths: this one came to {what}, and another one to "
+                    "something else",
+                    "let all ranks make the same calls, and call model.eval() before one rank "
+                    "alone evaluates",
+                ) from None
         return [*result]
 
     def _meet(self) -> None:

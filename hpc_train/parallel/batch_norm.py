@@ -216,7 +216,8 @@ class _Sums:
             error = UserError(
                 f"the ranks do not all compute BatchNorm layer {self.name} at the same time",
                 "call the same layers in the same order on all ranks, also with an empty batch; "
-                'or set batch_norm to "local"',
+                "or call model.eval() first if one rank evaluates alone; or set batch_norm to "
+                '"local"',
             )
             error.agreed = True
             raise error

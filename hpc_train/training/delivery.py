@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from hpc_train.data.generators import seed_process
 from hpc_train.data.loader import Loader
 from hpc_train.data.order import SampleOrder
-from hpc_train.errors import OF_DATA, Stopped, UserError
+from hpc_train.errors import Stopped, UserError
 from hpc_train.gradients import GradientAverager
 from hpc_train.gradients.hooks import after_step, before_step
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Pace
-from hpc_train.job.leaving import LeftBySome
-from hpc_train.job.preemption import AFTER_FAILURE, AFTER_LEAVING, StopRequests
+from hpc_train.job.leaving import LeftBySome, check_left_by_all
+from hpc_train.job.preemption import StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.launch.protocol import STOP
 from hpc_train.mpi.agreement import agreed, same
@@ -59,7 +59,7 @@ class Delivery(LoopLife):
         self._given = 0  # the number of the step whose batch was given last
         self._taken = 0  # the number of the step that was taken last
         self._scales: list[float] = []  # the scales of torch's GradScalers before that batch
-        self._computing = False  # a batch was given, and the ranks have not met since then
+        self._computing = False  # the program has run, and the ranks have not met since then
         self._stepping: set[int] = set()  # ids of optimizers whose step has begun, and not ended
         self._stepped: set[int] = set()  # ids of those that have stepped since a batch was given
         self._optimizers = {id(optimizer)}  # ids of all whose steps count
@@ -85,22 +85,23 @@ class Delivery(LoopLife):
         assert stop is not None
         while done < last:
             if self.group.largest(int(stop.enough)):
-                self._leave_step()
                 self.saving.last(self.checkpoints, self._taken)
                 return
             left = order.steps_per_epoch - done % order.steps_per_epoch
+            self._computing = True
             yield order.epoch(done + 1) + 1, self._up_to(done + left, batches)
             if stop.ended:
                 return
             done += left
             if self._given < done or not self.step_due:
-                self._leave(stop)
+                self._leave()
                 error = UserError(
                     f"an epoch was left before its end; a checkpoint has step {self._taken}",
                     "iterate over all batches, or end the loop by loop.stop()",
                 )
                 error.agreed = True
                 raise error
+            self._leave_step()
             whole = left == order.steps_per_epoch  # after a resume, it may be the rest of one
             if whole and self.group.largest(self._taken) <= done - left and not self._skipped:
                 error = UserError(
@@ -114,6 +115,7 @@ class Delivery(LoopLife):
 
     def _up_to(self, last: int, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of all steps up to step `last`."""
+        self._leave_step()
         for batch in batches:
             yield batch
             if self._given == last and self.step_due:
@@ -134,12 +136,6 @@ class Delivery(LoopLife):
         )
         try:
             yield from self._seeded(loader, stop, seed, records, profiler)
-        except LeftBySome:
-            self._is_over = True
-            raise
-        except OF_DATA:
-            self._failed |= stop.left
-            raise
         except Stopped as stopped:  # the exit code must say so even if the program catches it
             records.report.ending = ("stopped", stopped.reason)
             self._runtime.at_end.append(partial(raise_at_end, stopped))
@@ -192,12 +188,28 @@ class Delivery(LoopLife):
                 self.registered.check()
                 self.registered.tell_of_lost()
 
-    def _leave_step(self, *awaited: str) -> None:
-        """Meet the other ranks after a step. If one averages instead, all raise. Collective."""
+    def _leave_step(self, *, gone: bool = False) -> None:
+        """Meet the other ranks, if the program has run since they met last. Collective.
+
+        It comes before all other collectives between two steps. So a rank that has left the loop
+        needs no other one to tell it.
+
+        Args:
+            gone: whether this rank has left the loop.
+
+        Raises:
+            LeftBySome: some ranks have left the loop and others have not; raised on all ranks.
+            UserError: a rank averages gradients instead; raised on all ranks.
+        """
         if self._computing:
             self._computing = False
             self._check_not_replaced()
-            self.averager.leave_step(*awaited)
+            if self.averager.leave_step(gone=gone):
+                try:
+                    check_left_by_all(self.group, left=gone)
+                except LeftBySome:
+                    self._is_over = True
+                    raise
         if self._skipped:
             self._taken = self._given
 
@@ -275,17 +287,13 @@ class Delivery(LoopLife):
             self._requests, self.step_due, self.accumulate = None, True, 1
             self._weight, self._asked, self._weighed = 1.0, False, 0
 
-    def _leave(self, stop: StopRequests) -> None:
+    def _leave(self) -> None:
         """Save the last step if all ranks have left the loop; otherwise all raise. Collective."""
         if self._is_replaced or self._is_over:  # the parameters are another loop's, or nobody waits
             return
-        self._leave_step(AFTER_LEAVING)
-        try:
-            stop.leave(self.group)
-        except OF_DATA:  # ranks that are still in the loop ask whether any have left it
-            self.group.largest(1, AFTER_FAILURE)
-            self._failed = True
-            raise
+        if self._requests is not None and self._requests.ended:  # all have stopped and saved
+            return
+        self._leave_step(gone=True)
         device = next(self.checkpoints.state.model.parameters()).device
         if device.type == "cuda":
             with agreed(self.group):  # a GPU that has failed leaves no state to save

@@ -27,7 +27,7 @@ from hpc_train.host.allocator import close_gaps
 from hpc_train.job.heartbeat import Heartbeat
 from hpc_train.job.leaving import Held
 from hpc_train.job.reporting import reporting
-from hpc_train.job.run_directory import check_may_start, claimed_by_job
+from hpc_train.job.run_directory import check_may_start, claimed_by_job, keep_lost_records
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.parallel import batch_norm as batch_norms
@@ -254,6 +254,7 @@ class Loop(Stepping):
             self.checkpoints.claim = claim
             self._same_data.compare(reader, copied=self.options.workers > 0)
             done = self._given = self._taken = self.checkpoints.resume()
+            keep_lost_records(self.group, self.checkpoints.directory, done)
             with agreed(self.group):
                 loader = load(reader, order, parts, first_step=done + 1, last_step=last)
                 loader.counted = self.options.counted
@@ -281,7 +282,7 @@ class Loop(Stepping):
                 if self._failed:
                     self.checkpoints.finish()
                 else:
-                    self._leave(stop)
+                    self._leave()
             finally:
                 self._records = None
                 report.last_step = self._taken

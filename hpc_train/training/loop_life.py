@@ -84,7 +84,7 @@ class LoopLife:
             with self._watched():
                 try:
                     self._end()
-                except (LeftBySome, *OF_DATA):
+                except LeftBySome:
                     # Ranks that were in the loop leave the block by this error, and release, too.
                     if self._leaves_block:
                         self._failed = True

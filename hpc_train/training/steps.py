@@ -13,7 +13,7 @@ from hpc_train.checkpoint import Checkpoints
 from hpc_train.data.loader import GivenUp, Loader, Step
 from hpc_train.errors import OF_DATA, ConfigError, HpcTrainError, Stopped
 from hpc_train.job.heartbeat import Heartbeat, Pace, restarts
-from hpc_train.job.preemption import AFTER_FAILURE, StopRequests
+from hpc_train.job.preemption import StopRequests
 from hpc_train.job.profiling import Profiler
 from hpc_train.training.saving import Saving
 
@@ -78,7 +78,7 @@ def guarded_steps(
             failure = checkpoints.claim.lost()
         # One agreement for everything, because in each one all ranks wait for the slowest.
         asks = profiler.is_asked()
-        with _saved_at_failure(stop, saving, checkpoints, taken(done)):
+        with _saved_at_failure(saving, checkpoints, taken(done)):
             reason = stop.agree(group, needed, failure, untried=untried, asks=asks)
         if stop.asked:
             profiler.take_request(done + 1)
@@ -120,19 +120,14 @@ def guarded_steps(
 
 
 @contextmanager
-def _saved_at_failure(
-    stop: StopRequests, saving: Saving, checkpoints: Checkpoints, step: int
-) -> Iterator[None]:
+def _saved_at_failure(saving: Saving, checkpoints: Checkpoints, step: int) -> Iterator[None]:
     """Save the last finished step if the data of the next one cannot be read. Collective."""
     try:
         yield
     except Exception as error:
-        # All ranks are between two steps, so the state is whole. But some may have left the loop.
-        group = checkpoints.group
-        of_data = isinstance(error, OF_DATA)
-        stop.left = of_data and group.largest(0, AFTER_FAILURE) > 0
-        alone = group.comm is None and not isinstance(error, HpcTrainError)
-        if alone or (of_data and not stop.left):
+        # All ranks are between two steps, so the state is whole.
+        alone = checkpoints.group.comm is None and not isinstance(error, HpcTrainError)
+        if alone or isinstance(error, OF_DATA):
             try:
                 saving.last(checkpoints, step)
             except (HpcTrainError, OSError, RuntimeError) as unsaved:

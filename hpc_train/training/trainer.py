@@ -26,7 +26,7 @@ from hpc_train.job.preemption import StopRequests
 from hpc_train.job.preflight import preflight
 from hpc_train.job.profiling import Profiler
 from hpc_train.job.reporting import RunReport, reporting
-from hpc_train.job.run_directory import run_directory, write_config
+from hpc_train.job.run_directory import keep_lost_records, run_directory, write_config
 from hpc_train.launch.protocol import STOP
 from hpc_train.monitoring.console import describe_scores
 from hpc_train.mpi.agreement import agreed
@@ -166,6 +166,7 @@ class Trainer:
                 self._finish(after)
                 return after
             write_config(self.group, directory, self.config)
+            keep_lost_records(self.group, directory, after, saves=test is None)
             with (
                 closing(self._loader(after)) as loader,
                 reporting(

@@ -271,8 +271,9 @@ def test_ranks_that_break_together_leave_a_checkpoint(job, together):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["both loops", "one loop", "Ctrl-C elsewhere"])
 def test_a_rank_that_breaks_alone_ends_all_with_its_name(job, together, kind, monkeypatch):
+    """Also if a checkpoint is due after the step: its collectives come later."""
     monkeypatch.setattr(StopRequests, "interrupted", kind == "Ctrl-C elsewhere")
-    mine, odd = Job(job, together), job.world.size - 1
+    mine, odd = Job(job, together, every=3), job.world.size - 1
     with pytest.raises(UserError, match=rf"^rank {odd} \(.*\) left the loop before its end, but"):
         for _, batches in mine.loop.epochs(data(), batch=12, epochs=4):
             for batch in batches:
@@ -285,6 +286,37 @@ def test_a_rank_that_breaks_alone_ends_all_with_its_name(job, together, kind, mo
             if mine.seen == 3 and kind == "both loops":
                 break
         mine.loop.mean(1.0)  # the rank that has left hears of it here
+    assert not mine.saved()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("where", ["before its first batch", "after its last batch"])
+def test_a_rank_that_breaks_alone_between_epochs_ends_all_with_its_name(job, together, where):
+    mine, odd = Job(job, together, every=6), job.world.size - 1
+    with pytest.raises(UserError, match=rf"^rank {odd} \(.*\) left the loop before its end, but"):
+        for epoch, batches in mine.loop.epochs(data(), batch=12, epochs=2):
+            leaves = epoch == 2 and job.world.rank == odd
+            if leaves and where == "before its first batch":
+                break
+            for batch in batches:
+                mine.step(batch)
+            if leaves:
+                break
+        mine.loop.mean(1.0)
+
+
+@pytest.mark.mpi
+def test_a_rank_may_break_once_all_have_stopped(job, together):
+    mine = Job(job, together)
+    for _, batches in mine.loop.epochs(data(), batch=12, epochs=4):
+        for batch in batches:
+            mine.seen += 1
+            mine.step(batch)
+            mine.loop.stop()
+        if job.world.rank == job.world.size - 1:
+            break
+    assert mine.loop.mean(float(job.world.rank)) == (job.world.size - 1) / 2
+    mine.check_saved(1)
 
 
 @pytest.mark.mpi

@@ -11,7 +11,7 @@ from hpc_train.config import RunConfig
 from hpc_train.config.file import load
 from hpc_train.errors import ConfigError, Stopped
 from hpc_train.files import lines_of
-from hpc_train.job.run_directory import run_directory, write_config
+from hpc_train.job.run_directory import keep_lost_records, run_directory, write_config
 from hpc_train.launch.alive import state_in_words
 from hpc_train.mpi.group import Group
 
@@ -80,3 +80,14 @@ def test_changes_of_the_training_are_told_at_a_resume(tmp_path, caplog):
     ]
     (tmp_path / "config.yaml").write_text("[")
     assert start() == []
+
+
+def test_the_records_of_a_run_whose_checkpoints_are_all_gone_are_kept(tmp_path, caplog):
+    records = tmp_path / "metrics.jsonl"
+    records.write_text('{"step": 8, "loss": 1.5}\n{"step": 9, "loss": 1.0}\n', encoding="utf-8")
+    keep_lost_records(Group(), tmp_path, after=9)
+    assert [*tmp_path.iterdir()] == [records]
+    keep_lost_records(Group(), tmp_path, after=0)
+    (kept,) = tmp_path.glob("metrics-before-*.jsonl")
+    assert [line["step"] for line in lines_of(kept)] == [8, 9]
+    assert "end at step 9, but there is no checkpoint: training begins again at" in caplog.text

@@ -171,12 +171,8 @@ def test_an_error_in_data_or_evaluation_loses_no_finished_step(job, together, wh
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("dataset", "error", "line"),
-    [(Damaged(), RankError, "damaged"), (data(), UserError, "left the loop before its end")],
-    ids=["damaged", "sound"],
-)
-def test_a_block_that_some_ranks_leave_early_ends_on_all(job, together, dataset, error, line):
+@pytest.mark.parametrize("dataset", [Damaged(), data()], ids=["damaged", "sound"])
+def test_a_block_that_some_ranks_leave_early_ends_on_all(job, together, dataset):
     model = torch.nn.Linear(5, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -190,7 +186,7 @@ def test_a_block_that_some_ranks_leave_early_ends_on_all(job, together, dataset,
                     if loop.step_number == 3 and job.world.rank == 0:
                         return
 
-    with pytest.raises(error, match=line):
+    with pytest.raises(UserError, match="left the loop before its end"):
         program()
     assert not [*together.glob("*.safetensors")]
 
