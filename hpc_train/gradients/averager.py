@@ -82,11 +82,13 @@ class GradientAverager(Protocol):
         """Average, unless that is done, and call the optimizer's own `step`. Collective."""
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Let each call of the closure of another optimizer's step average, and return a mean.
+        """Average before the steps of another optimizer, too, and after each call of a closure.
+
+        A closure then returns the mean loss. Parameters that the optimizer gets or unfreezes later
+        are averaged, too.
 
         Args:
-            optimizer: trains a part of the model as well. Without a closure it needs no call of
-                this method: who reads gradients finds the mean.
+            optimizer: trains a part of the model as well, and has no averager of its own.
         """
 
     def expect(self, passes: int) -> None:

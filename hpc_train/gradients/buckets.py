@@ -167,11 +167,12 @@ def is_dense(tensor: Tensor) -> bool:
 def has_slabs(parameter: Parameter) -> bool:
     """Whether a parameter can be cut into slabs.
 
-    It is row-major and real. If it is trained, it has 32 bits or more, as the sums of gradients do.
+    It has elements, and is row-major and real. If it is trained, each has 32 bits or more, as sums
+    of gradients do.
     """
     wide = parameter.dtype in (torch.float32, torch.float64)
     fits = wide or (parameter.is_floating_point() and not parameter.requires_grad)
-    return fits and parameter.is_contiguous()
+    return fits and parameter.is_contiguous() and parameter.numel() > 0
 
 
 def plan_buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 Closure = Callable[[], Any]
@@ -26,6 +27,11 @@ def before_step(optimizer: Optimizer, hook: Hook) -> RemovableHandle:
 def after_step(optimizer: Optimizer, hook: Hook) -> RemovableHandle:
     """Register a hook that is called after each step; see `before_step`."""
     return optimizer.register_step_post_hook(_uncompiled(hook))
+
+
+def before_any_step(hook: Hook) -> RemovableHandle:
+    """Register a hook that is called before each step of each optimizer; see `before_step`."""
+    return register_optimizer_step_pre_hook(_uncompiled(hook))
 
 
 def replaced_closure(args: Any, kwargs: Any, change: Callable[[Closure], Closure]) -> Any:

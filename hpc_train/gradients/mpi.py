@@ -21,14 +21,7 @@ from hpc_train.gradients.census import Facts, Place, told
 from hpc_train.gradients.filling import Filling
 from hpc_train.gradients.hooks import Closure, after_step, before_step, replaced_closure
 from hpc_train.gradients.norms import total_norm
-from hpc_train.gradients.ownership import (
-    claim,
-    disown,
-    parameters_of,
-    refuse_closed,
-    trained,
-    trained_by,
-)
+from hpc_train.gradients.ownership import claim, disown, parameters_of, refuse_closed
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
 from hpc_train.gradients.slots import Slot
@@ -89,11 +82,11 @@ class BucketAverager:
         self._make = make
         self._census = group.duplicate()
         self._collectives = connect(group)
-        self._left_to_others: set[int] = set()  # ids of parameters
         self._restless = False  # something unusual has happened since the last average
         self._looked = False  # somebody has looked at a gradient before `average`
         self._drops = 0  # how often gradients were dropped since the last average
         self._closed = False
+        self._taking_part = added.TakingPart(model, optimizer)
         self._plan()
         # So that a step begins here as well when the user calls the optimizer's zero_grad.
         self._zero_optimizer = optimizer.zero_grad
@@ -105,9 +98,7 @@ class BucketAverager:
 
     def _plan(self) -> None:
         """Put the parameters that are trained now into buckets. Collective."""
-        self.trained = [
-            p for p in trained(self.model, self.optimizer) if id(p) not in self._left_to_others
-        ]
+        self.trained = self._taking_part.now()
         self._devices = {p.device for p in self.trained if p.device.type != "cpu"}
         self.buckets, self.sums = self._make(self.trained)
         self._filling = self._fill()
@@ -122,9 +113,8 @@ class BucketAverager:
         return Filling(self.buckets, self.sums, self.progress, share, self._look, self._begin_pass)
 
     def _remember(self) -> None:
-        """Remember the optimizer's parameters, so that `_changed` sees others."""
-        self._known = [id(p) for p in parameters_of(self.optimizer)]
-        self._frozen = [p for p in parameters_of(self.optimizer) if not p.requires_grad]
+        """Remember the optimizers' parameters, so that `_changed` sees others."""
+        self._taking_part.remember()
 
     def _unplan(self) -> None:
         """Undo `_plan`; gradients that lie in buckets are copied. Collective."""
@@ -283,14 +273,13 @@ class BucketAverager:
             slot.publish(used=flag)
 
     def _changed(self) -> bool:
-        """Whether the optimizer has other parameters than before, or trains one that was frozen."""
-        known = self._known == [id(p) for p in parameters_of(self.optimizer)]
-        return not known or any(p.requires_grad for p in self._frozen)
+        """Whether optimizers have other parameters than before, or train one that was frozen."""
+        return self._taking_part.changed()
 
     def _new(self) -> list[Parameter]:
-        """Parameters that the optimizer trains and that are in no bucket."""
+        """Parameters to average that are in no bucket."""
         known = {id(p) for p in self.trained}
-        return [p for p in trained_by(self.optimizer) if id(p) not in known]
+        return [p for p in self._taking_part.now() if id(p) not in known]
 
     def _adopt(self) -> None:
         """Take over parameters that came later."""
@@ -326,10 +315,10 @@ class BucketAverager:
         """Average the gradients that new parameters have got in this step. Collective."""
         strays = self._filling.strays
         new = [slot.parameter for slot in strays]
-        added.check_added(self.group, new)
-        added.check_added_values(self.group, new)
+        added.check_alike(self.group, new)
         there = np.array([slot.filled for slot in strays], bool)
-        heard = self.progress.complete(told(self._census, Place.AVERAGE, 0, Facts(there)))
+        with self.group.waiting(self.awaited):
+            heard = self.progress.complete(told(self._census, Place.AVERAGE, 0, Facts(there)))
         for slot, used in zip(strays, heard.used.tolist(), strict=True):
             if not slot.filled:
                 slot.view.zero_()
@@ -349,7 +338,7 @@ class BucketAverager:
         Args:
             parameters: not those of this averager's own optimizer.
         """
-        self._left_to_others |= {id(p) for p in parameters}
+        self._taking_part.left |= {id(p) for p in parameters}
         self._replan()
 
     def _look(self, slot: Slot) -> Tensor:
@@ -395,12 +384,21 @@ class BucketAverager:
         return changed
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Average after each call of another optimizer's closure, too (see `GradientAverager`)."""
+        """Average before the steps of another optimizer, too (see `GradientAverager`)."""
+        self._taking_part.optimizers.append(optimizer)
+        if not {*self._new()} & {*parameters_of(optimizer)}:  # else the next average finds them
+            self._remember()
+        self._step_hooks.append(before_step(optimizer, self._before_other))
 
-        def hook(_: Optimizer, args: Any, kwargs: Any) -> Any:
-            return replaced_closure(args, kwargs, self._averaged)
+    def _before_other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Average before a step of an optimizer that is followed, unless that is done.
 
-        self._step_hooks.append(before_step(optimizer, hook))
+        Before the step lists the parameters with a gradient: those that no rank has used have none.
+        """
+        changed = replaced_closure(args, kwargs, self._averaged)
+        if changed is None and (not self._filling.over or self._changed()):
+            self.average()
+        return changed
 
     def _averaged(self, closure: Closure) -> Closure:
         """A closure after which gradients are averaged, and which returns the mean loss."""

@@ -21,18 +21,17 @@ OWNERS: Any = WeakIdKeyDictionary()
 """For each parameter, the averager that has it."""
 
 
-def trained(model: nn.Module, optimizer: Optimizer) -> list[Parameter]:
+def trained(model: nn.Module, optimizer: Optimizer, *followed: Optimizer) -> list[Parameter]:
     """The parameters of a new averager.
 
-    They are all that the optimizer trains, and those of the model that no other averager has. They
-    come in the model's order; parameters outside of the model come last.
+    They are all that the optimizer trains, and those of the model and of the optimizers that it
+    follows that no other averager has. They come in the model's order; parameters outside of the
+    model come last.
     """
     mine = {id(p) for p in trained_by(optimizer)}
-    found = [
-        p for p in model.parameters() if p.requires_grad and (id(p) in mine or p not in OWNERS)
-    ]
-    known = {id(p) for p in found}
-    return found + [p for p in trained_by(optimizer) if id(p) not in known]
+    steps = (p for one in (optimizer, *followed) for p in trained_by(one))
+    there = {id(p): p for p in (*model.parameters(), *steps) if p.requires_grad}
+    return [p for key, p in there.items() if key in mine or p not in OWNERS]
 
 
 def take_over(optimizer: Optimizer, group: Group) -> None:

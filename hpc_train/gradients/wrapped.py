@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hpc_train.collectives.alone import AloneCollectives
 from hpc_train.errors import UserError
 from hpc_train.gradients.census import Place
+from hpc_train.gradients.hooks import replaced_closure
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.ownership import disown, trained_by
 from hpc_train.gradients.progress import Progress
@@ -164,6 +165,10 @@ class WrappedAverager(BucketAverager):
                 UNWRAP,
             )
         return super()._before_step(optimizer, args, kwargs)
+
+    def _before_other(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Leave gradients of other optimizers to the user: Horovod does not average them."""
+        return replaced_closure(args, kwargs, self._averaged)
 
     def _after_step(self) -> None:
         """Get ready for the next step.

@@ -17,7 +17,7 @@ from hpc_train.gradients.division import Reach
 from hpc_train.gradients.filling import CONVERT_BEFORE, Filling
 from hpc_train.gradients.mpi import BucketAverager
 from hpc_train.gradients.norms import total_norm
-from hpc_train.gradients.ownership import disown, parameters_of
+from hpc_train.gradients.ownership import disown
 from hpc_train.gradients.pooled_filling import PooledFilling
 from hpc_train.gradients.pooled_sums import PooledSums
 from hpc_train.gradients.shared_parameters import SharedParameters
@@ -117,8 +117,7 @@ class ShardedAverager(BucketAverager):
         self._step_hooks.append(optimizer.register_state_dict_pre_hook(self._warn_of_part))
 
     def _remember(self) -> None:
-        super()._remember()
-        self._frozen += [p for p in self.shared if not p.requires_grad]
+        self._taking_part.remember(self.shared)
 
     def _fill(self) -> Filling:
         share, writer = 1 / self.group.size, self.parameters.writer()
@@ -211,11 +210,11 @@ class ShardedAverager(BucketAverager):
     def _change(self) -> str:
         """What has changed since the optimizer's parameters were remembered, as text."""
         names = {id(p): f"parameter {name}" for name, p in self.model.named_parameters()}
-        for parameter in self._frozen:
+        for parameter in self._taking_part.frozen:
             if parameter.requires_grad:
                 return f"{names.get(id(parameter), 'a parameter')} was unfrozen (requires_grad)"
-        for parameter in parameters_of(self.optimizer):
-            if id(parameter) not in self._known:
+        for parameter in self._taking_part.parameters():
+            if id(parameter) not in self._taking_part.known:
                 what = names.get(id(parameter), "a parameter outside of the model")
                 return f"the optimizer has got {what}"
         return "the optimizer has lost parameters"

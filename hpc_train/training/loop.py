@@ -40,6 +40,7 @@ from hpc_train.training.evaluation import PerSample, evaluate, telling_of_eval_m
 from hpc_train.training.keeping import keeping_divided
 from hpc_train.training.loop_records import LoopRecords, mean_of
 from hpc_train.training.options import DEFAULT_LOOP_OPTIONS, LoopOptions, check_given, check_integer
+from hpc_train.training.outsiders import telling_of_outsiders
 from hpc_train.training.parts import MANY_PASSES, parts_of_loop
 from hpc_train.training.registered import Registered, Registrable, parameters_beside
 from hpc_train.training.same_data import SameData
@@ -249,6 +250,7 @@ class Loop(Stepping):
             closing(self._stop_requests()) as stop,
             finishing_saves(self.checkpoints),
             self._until_end(),
+            telling_of_outsiders(self.registered.parameters_known),
             ExitStack() as ending,
         ):
             self.checkpoints.claim = claim

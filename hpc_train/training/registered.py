@@ -17,7 +17,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
 
 from hpc_train.checkpoint.background import enough_memory
 from hpc_train.checkpoint.fileformat import Entry, LocalTensor, torch_dtypes
@@ -29,6 +28,7 @@ from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import SliceSpec
 from hpc_train.training.group_values import GroupValues, load_in_place, lost_with, put_in_groups
+from hpc_train.training.outsiders import held_by, parameters_known
 from hpc_train.training.tagged_json import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,6 @@ PATHS = {OPTIONS: f"{PREFIX}..groups", OWN: f"{PREFIX}..param_groups"}  # begin 
 """The names of the groups' options, and of the values there that are the optimizer's own state."""
 OF_GROUPS = "the options of the optimizer's groups (lr ...)", "with loop.mean"
 """What `OPTIONS` are in messages, and in which way all ranks have the same."""
-
-
-def _held_by(thing: Any) -> list[Any]:
-    """What an object has in its attributes, and in the lists and dicts there."""
-    return [] if isinstance(thing, Optimizer) else tree_leaves(getattr(thing, "__dict__", {}))
 
 
 class Registrable(Protocol):
@@ -180,11 +175,7 @@ class Registered(ExtraState):
                 object has.
         """
         others = {n: thing for n, thing in self.things.items() if isinstance(thing, Optimizer)}
-        saved = [self.model, *self.modules]
-        known = {id(parameter) for module in saved for parameter in module.parameters()}
-        known |= {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        # Other registered objects may have parameters that the program averages by itself.
-        known |= {id(held) for one in self.things.values() for held in _held_by(one)}
+        known = self.parameters_known()
         with agreed(self.group):
             for name, other in others.items():
                 params = [p for group in other.param_groups for p in group["params"]]
@@ -199,6 +190,10 @@ class Registered(ExtraState):
                     )
         self._tell_of_lost_optimizers(others.values())
         self._tell_of_lost_schedulers(others)
+
+    def parameters_known(self) -> set[int]:
+        """The ids of the parameters that the loop and the registered objects have."""
+        return parameters_known(self.model, self.optimizer, self.things.values())
 
     def _tell_of_lost_schedulers(self, others: Mapping[str, Optimizer]) -> None:
         # Nothing refers from an optimizer to its schedulers, so they are looked for.
@@ -307,7 +302,7 @@ class Registered(ExtraState):
         thing = self.things[name]
         inside = thing.modules() if isinstance(thing, Module) else []
         stateless = isinstance(thing, Module) and not any(
-            isinstance(held, Tensor) for module in inside for held in _held_by(module)
+            isinstance(held, Tensor) for module in inside for held in held_by(module)
         )
         if stateless or isinstance(thing, GradScaler):  # which has none if it is disabled
             return False
@@ -339,7 +334,7 @@ class Registered(ExtraState):
         Without the argument `optimizer` it is the loop's own.
         """
         # Groups are compared, because the object may have the optimizer that Horovod has wrapped.
-        inside = [one for one in _held_by(thing) if isinstance(one, LRScheduler)]
+        inside = [one for one in held_by(thing) if isinstance(one, LRScheduler)]
         optimizers = [getattr(one, "optimizer", None) for one in (thing, *inside)]
         groups = [group for one in optimizers for group in getattr(one, "param_groups", [])]
         own = (optimizer or self.optimizer).param_groups

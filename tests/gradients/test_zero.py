@@ -258,3 +258,16 @@ def test_compiled_blocks_have_one_graph_each(job, monkeypatch, zero):
     assert all(map(torch.allclose, *found))
     assert counters["stats"]["unique_graphs"] <= 2  # the input of the first one has no gradient
     assert not counters["graph_break"]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_state_of_a_parameter_without_elements_is_kept(job):
+    model = nn.ParameterList([torch.ones(3, 4), torch.ones(0, 4)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for zero in (0, 2):
+        averager = set_up(job.world, model, optimizer, zero=zero)
+        optimizer.zero_grad()
+        sum(p.square().sum() for p in model).backward()
+        optimizer.step()
+        averager.close()
+    assert [float(optimizer.state[p]["step"]) for p in model] == [2.0, 2.0]
