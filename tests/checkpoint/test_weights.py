@@ -305,9 +305,11 @@ def test_a_gpt2_that_does_not_fit_names_the_keys(gpt2, tmp_path):
         "--model.sequence 16 --model.tie_embeddings true"
     )
     settings = tmp_path / "config.json"
-    settings.write_text(settings.read_text().replace('"gelu_new"', '"relu"'))
-    with pytest.raises(ConfigError, match="activation_function is relu"):
-        start(tmp_path, gpt(1))
+    tree = json.loads(settings.read_text(encoding="utf-8"))
+    for key, value in (("activation_function", "relu"), ("is_causal", False)):
+        settings.write_text(json.dumps({**tree, key: value}), encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"{key} is {value}"):
+            start(tmp_path, gpt(1))
 
 
 def test_a_size_in_a_config_json_is_a_number_or_left_out(gpt2, tmp_path):
