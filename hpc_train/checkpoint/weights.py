@@ -52,6 +52,7 @@ def start_from(
     streamed: state.Streamed | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    finetuned: bool = False,
 ) -> None:
     """Fill a model with weights. Floating-point types are converted. Collective.
 
@@ -73,12 +74,14 @@ def start_from(
         streamed: see `hpc_train.checkpoint.state.Streamed`.
         include: shell patterns of the names of the model's tensors to fill; by default all.
         exclude: shell patterns of the names of tensors that keep their values.
+        finetuned: whether only some parameters are trained, so that all others must be filled.
 
     Raises:
         CheckpointMismatch: the source lacks a tensor, or has it with another shape or type.
         CheckpointError: the checkpoint is damaged. Some tensors may have been filled.
         DataError: the path is no such file or folder.
-        ConfigError: the patterns leave no tensor, or the model has to be configured otherwise.
+        ConfigError: the patterns leave no tensor, or leave out one that has to be filled, or the
+            model has to be configured otherwise.
     """
     named = state.model_tensors(model, shards, streamed).items()
     held = {name.removeprefix(MODEL): part for name, part in named}
@@ -92,6 +95,7 @@ def start_from(
         for key, patterns in (("include", include), ("exclude", exclude)):
             check_patterns(f"checkpoint.{key}", patterns, list(forms))
         wanted = {name: f for name, f in forms.items() if selected(name, include, exclude)}
+        _check_none_random(forms, wanted, trained if finetuned else {})
         whole = len(wanted) == len(forms)
         source = _open(path)
         foreign = getattr(model, "foreign_weights", None)
@@ -125,6 +129,18 @@ def start_from(
         collectives.broadcast_(tensor)
         if name in held:
             _take(held[name], tensor)
+
+
+def _check_none_random(
+    names: Collection[str], wanted: Collection[str], trained: Mapping[str, bool]
+) -> None:
+    """Check that section `finetune` trains each parameter that is not taken from the weights."""
+    if frozen := [n for n in names if n not in wanted and not trained.get(n, True)]:
+        raise ConfigError(
+            f"checkpoint.include and exclude leave out {some_of(frozen)}, which would stay random, "
+            "as section finetune does not train it",
+            "take it from the weights, or name it in finetune.patterns",
+        )
 
 
 def _take(held: LocalTensor, tensor: Tensor) -> None:

@@ -139,6 +139,16 @@ def test_head_and_patterns_choose_what_is_trained(tmp_path):
     }
 
 
+def test_what_is_neither_taken_from_the_weights_nor_trained_is_refused(tmp_path):
+    given = ["--checkpoint.weights", str(base(tmp_path / "base")), "--run.steps", "1"]
+    given += ["--checkpoint.exclude+", "blocks.0.norm_mlp.*"]
+    with pytest.raises(
+        ConfigError, match=r"leave out blocks.0.norm_mlp.weight, .* would stay random, as"
+    ):
+        make(config(tmp_path / "run", *LORA, *given), alone()).train()
+    make(config(tmp_path / "run", "--finetune.patterns+", "*.norm_mlp.*", *given), alone()).train()
+
+
 def test_a_run_goes_on_with_its_adapters_and_not_with_others(tmp_path):
     given = [*LORA, "--checkpoint.weights", str(base(tmp_path / "base"))]
     make(config(tmp_path / "whole", *given), alone()).train()
