@@ -39,6 +39,7 @@ from hpc_train.sharding import SliceSpec
 
 logger = logging.getLogger(__name__)
 
+ABOUT = "model"  # the key of a safetensors file's metadata that has a part of `about` as JSON
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GIVE = "give a checkpoint, a run directory, a safetensors file, or a folder with model.safetensors"
 
@@ -266,16 +267,27 @@ def _checkpoint(path: Path) -> _Source:
 
 def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
     forms, homes = {}, {}
+    told: dict[str, Any] = {}
     for file in paths:
         try:
             opened = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file} is no sound safetensors file ({error})", GIVE) from None
+        told |= _told(opened.metadata())
         for name in opened.keys():  # noqa: SIM118  # safe_open's object is not a mapping
             part = opened.get_slice(name)
             forms[name] = part.get_dtype(), tuple(part.get_shape())
             homes[name] = opened
-    return _Source(path, forms, lambda name: homes[name].get_tensor(name), about or {})
+    return _Source(path, forms, lambda name: homes[name].get_tensor(name), about or told)
+
+
+def _told(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """What `hpc-train checkpoint export` has told of a model in a file; nothing by others."""
+    try:
+        about = json.loads((metadata or {}).get(ABOUT, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return about if isinstance(about, dict) and isinstance(about.get("shape"), dict) else {}
 
 
 def _converted(

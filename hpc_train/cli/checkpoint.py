@@ -191,11 +191,13 @@ def export(
     import torch
 
     from hpc_train.checkpoint.catalogue import newest
-    from hpc_train.checkpoint.export import export_model
+    from hpc_train.checkpoint.export import check_absent, export_model
+    from hpc_train.checkpoint.weights import INDEX, ONE_FILE
 
     path, target, model = newest(Path(source)), Path(out), None
     if to is not None:
-        model, target = _hugging_face(path, to), target / "model.safetensors"
+        model, target = _hugging_face(path, to), target / ONE_FILE
+        check_absent(target, *(target.with_name(name) for name in (INDEX, "config.json")))
         target.parent.mkdir(parents=True, exist_ok=True)
     kind = getattr(torch, dtype) if dtype else None
     convert = model.tensors if model else None

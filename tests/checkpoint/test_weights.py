@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.checkpoint.weights import start_from
@@ -167,6 +168,18 @@ def test_a_checkpoint_tells_the_number_of_heads(tmp_path):
     path = checkpoint_of(gpt(0), tmp_path, {"shape": SIZES})
     with pytest.raises(ConfigError, match=r"with model.heads 2: set --model.heads 4"):
         start(path, gpt(1, heads=2))
+
+
+def test_a_plain_file_tells_what_its_tensors_do_not_show(tmp_path):
+    model = gpt()
+    saved = checkpoint_of(model, tmp_path / "run", {"kind": "gpt", "shape": SIZES})
+    plain = tmp_path / "plain.safetensors"
+    export_model(saved, plain)
+    assert_same(start(plain, gpt(1)), tensors(model))
+    with pytest.raises(ConfigError, match=r"model.heads 2: set --model.heads 4$"):
+        start(plain, gpt(1, heads=2))
+    save_file(tensors(model), plain, {"model": "a model of others"})
+    assert_same(start(plain, gpt(1)), tensors(model))
 
 
 def test_a_trained_output_layer_is_not_left_out(tmp_path):

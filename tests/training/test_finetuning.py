@@ -283,6 +283,9 @@ def test_a_gpt_is_fine_tuned_exported_and_writes_text(program):
         weight = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
         product = adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
         torch.testing.assert_close(adapted[weight], theirs[weight] + product.T)
+    (program.root / "peft" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"adapter_config.json exists: give another --out"):
+        export_to_peft(str(program.root / "tuned"), str(program.root / "peft"))
     line = only_line(program.train("nothing", "--finetune.head", "true").stderr)
     assert "give checkpoint.weights, or leave finetune out" in line
 
