@@ -16,7 +16,7 @@ from hpc_train import files
 from hpc_train.checkpoint.fileformat import Contents, Entry, TensorForm, torch_dtypes
 from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.parts import as_bytes
-from hpc_train.checkpoint.weights import ABOUT, check_patterns, selected
+from hpc_train.checkpoint.weights import ABOUT_KEY, check_patterns, selected
 from hpc_train.errors import ConfigError, some_of
 
 SUFFIXES = (".safetensors", ".pt")
@@ -212,7 +212,7 @@ def _write_safetensors(
     about: Mapping[str, Any],
 ) -> None:
     contents = Contents.of(forms)
-    metadata = {"format": "pt"} | ({ABOUT: json.dumps(about)} if about else {})
+    metadata = {"format": "pt"} | ({ABOUT_KEY: json.dumps(about)} if about else {})
     header = b'{"__metadata__":' + json.dumps(metadata).encode() + b"," + contents.description[1:]
     header = header.ljust(-(-len(header) // 8) * 8)
     begins = {entry.name: 8 + len(header) + entry.begin for entry in contents.entries}

@@ -39,7 +39,7 @@ from hpc_train.sharding import SliceSpec
 
 logger = logging.getLogger(__name__)
 
-ABOUT = "model"  # the key of a safetensors file's metadata that has a part of `about` as JSON
+ABOUT_KEY = "model"  # the key of a safetensors file's metadata that has a part of `about` as JSON
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GIVE = "give a checkpoint, a run directory, a safetensors file, or a folder with model.safetensors"
 
@@ -284,7 +284,7 @@ def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = 
 def _told(metadata: Mapping[str, str] | None) -> dict[str, Any]:
     """What `hpc-train checkpoint export` has told of a model in a file; nothing by others."""
     try:
-        about = json.loads((metadata or {}).get(ABOUT, "{}"))
+        about = json.loads((metadata or {}).get(ABOUT_KEY, "{}"))
     except (ValueError, RecursionError):
         return {}
     return about if isinstance(about, dict) and isinstance(about.get("shape"), dict) else {}
