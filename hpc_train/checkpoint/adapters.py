@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hpc_train import files
-from hpc_train.checkpoint.export import Conversion, write_tensors
+from hpc_train.checkpoint.export import Conversion, check_absent, write_tensors
 from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.state import OPTIMIZER, parameter_of
 from hpc_train.errors import ConfigError
@@ -42,8 +42,7 @@ def export_adapters(path: Path, folder: Path, convert: Conversion, *, transposed
     if others := [n for n in dict.fromkeys(map(parameter_of, slots)) if not is_adapter(n)]:
         raise ConfigError(f"more than adapters was trained in {path}, such as {others[0]}", _REMEDY)
     target = folder / FILE
-    if target.exists():
-        raise ConfigError(f"{target} exists", "give another --out, or move it away")
+    check_absent(target, folder / CONFIG)
     tensors: dict[str, Tensor] = {}
     modules = []
     for layer in saved.adapters.layers:

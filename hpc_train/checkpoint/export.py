@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -15,10 +16,11 @@ from hpc_train import files
 from hpc_train.checkpoint.fileformat import Contents, Entry, TensorForm, torch_dtypes
 from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.parts import as_bytes
-from hpc_train.checkpoint.weights import check_patterns, selected
+from hpc_train.checkpoint.weights import ABOUT_KEY, check_patterns, selected
 from hpc_train.errors import ConfigError, some_of
 
 SUFFIXES = (".safetensors", ".pt")
+TOLD = ("kind", "shape")  # of `about`, in .safetensors: what `weights` compares with a new model
 _Change: TypeAlias = Callable[[Tensor], Tensor]
 Conversion: TypeAlias = Callable[[str], Sequence[tuple[str, _Change]]]
 """Maps the name of one of our tensors to other programs' names for it, or for its parts. With each
@@ -61,8 +63,7 @@ def export_model(
     """
     if target.suffix not in SUFFIXES:
         raise ConfigError(f"--out is {target}", f"end it with {' or '.join(SUFFIXES)}")
-    if target.exists():
-        raise ConfigError(f"{target} exists", "give another --out, or move it away")
+    check_absent(target)
     saved = MergedTensors(path)
     extra = saved.extra if target.suffix == ".pt" and convert is None else {}
     own = _names_to_write(saved, extra, include, exclude)
@@ -85,8 +86,20 @@ def export_model(
                 written.update(dict.fromkeys(own[name], written[new]))
         written.update({n: value for n, value in extra.items() if selected(n, include, exclude)})
 
-    write_tensors(forms, _converted(saved, sources, kinds), target, complete)
+    told = {key: saved.about[key] for key in TOLD if key in saved.about and convert is None}
+    write_tensors(forms, _converted(saved, sources, kinds), target, complete, told)
     return forms
+
+
+def check_absent(*targets: Path) -> None:
+    """Check that no file would be replaced.
+
+    Raises:
+        ConfigError: one would.
+    """
+    for target in targets:
+        if target.exists():
+            raise ConfigError(f"{target} exists", "give another --out, or move it away")
 
 
 def _converted(
@@ -156,6 +169,7 @@ def write_tensors(
     tensors: Iterator[tuple[str, Tensor]],
     target: Path,
     complete: Callable[[dict[str, Any]], None] = lambda written: None,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write tensors to a file that is complete or does not exist. One at a time is in memory.
 
@@ -164,6 +178,7 @@ def write_tensors(
         tensors: the tensors with their names.
         target: the file to make: .safetensors or .pt.
         complete: brings the state dict of a .pt to its last form.
+        about: what a .safetensors tells of the model, as plain JSON values.
 
     Raises:
         ConfigError: it cannot be written.
@@ -171,7 +186,7 @@ def write_tensors(
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     pickled = partial.with_suffix(".pickled")
     try:
-        _write_safetensors(forms, tensors, partial)
+        _write_safetensors(forms, tensors, partial, about or {})
         if target.suffix == ".pt":
             from safetensors.torch import load_file
 
@@ -191,10 +206,14 @@ def write_tensors(
 
 
 def _write_safetensors(
-    forms: Mapping[str, TensorForm], tensors: Iterator[tuple[str, Tensor]], path: Path
+    forms: Mapping[str, TensorForm],
+    tensors: Iterator[tuple[str, Tensor]],
+    path: Path,
+    about: Mapping[str, Any],
 ) -> None:
     contents = Contents.of(forms)
-    header = b'{"__metadata__":{"format":"pt"},' + contents.description[1:]
+    metadata = {"format": "pt"} | ({ABOUT_KEY: json.dumps(about)} if about else {})
+    header = b'{"__metadata__":' + json.dumps(metadata).encode() + b"," + contents.description[1:]
     header = header.ljust(-(-len(header) // 8) * 8)
     begins = {entry.name: 8 + len(header) + entry.begin for entry in contents.entries}
     with path.open("wb") as file:

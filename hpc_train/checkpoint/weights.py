@@ -39,6 +39,7 @@ from hpc_train.sharding import SliceSpec
 
 logger = logging.getLogger(__name__)
 
+ABOUT_KEY = "model"  # the key of a safetensors file's metadata that has a part of `about` as JSON
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GIVE = "give a checkpoint, a run directory, a safetensors file, or a folder with model.safetensors"
 
@@ -52,6 +53,7 @@ def start_from(
     streamed: state.Streamed | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    finetuned: bool = False,
 ) -> None:
     """Fill a model with weights. Floating-point types are converted. Collective.
 
@@ -73,12 +75,14 @@ def start_from(
         streamed: see `hpc_train.checkpoint.state.Streamed`.
         include: shell patterns of the names of the model's tensors to fill; by default all.
         exclude: shell patterns of the names of tensors that keep their values.
+        finetuned: whether only some parameters are trained, so that all others must be filled.
 
     Raises:
         CheckpointMismatch: the source lacks a tensor, or has it with another shape or type.
         CheckpointError: the checkpoint is damaged. Some tensors may have been filled.
         DataError: the path is no such file or folder.
-        ConfigError: the patterns leave no tensor, or the model has to be configured otherwise.
+        ConfigError: the patterns leave no tensor, or leave out one that has to be filled, or the
+            model has to be configured otherwise.
     """
     named = state.model_tensors(model, shards, streamed).items()
     held = {name.removeprefix(MODEL): part for name, part in named}
@@ -92,6 +96,7 @@ def start_from(
         for key, patterns in (("include", include), ("exclude", exclude)):
             check_patterns(f"checkpoint.{key}", patterns, list(forms))
         wanted = {name: f for name, f in forms.items() if selected(name, include, exclude)}
+        _check_none_random(forms, wanted, trained if finetuned else {})
         whole = len(wanted) == len(forms)
         source = _open(path)
         foreign = getattr(model, "foreign_weights", None)
@@ -125,6 +130,18 @@ def start_from(
         collectives.broadcast_(tensor)
         if name in held:
             _take(held[name], tensor)
+
+
+def _check_none_random(
+    names: Collection[str], wanted: Collection[str], trained: Mapping[str, bool]
+) -> None:
+    """Check that section `finetune` trains each parameter that is not taken from the weights."""
+    if frozen := [n for n in names if n not in wanted and not trained.get(n, True)]:
+        raise ConfigError(
+            f"checkpoint.include and exclude leave out {some_of(frozen)}, which would stay random, "
+            "as section finetune does not train it",
+            "take it from the weights, or name it in finetune.patterns",
+        )
 
 
 def _take(held: LocalTensor, tensor: Tensor) -> None:
@@ -250,16 +267,27 @@ def _checkpoint(path: Path) -> _Source:
 
 def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
     forms, homes = {}, {}
+    told: dict[str, Any] = {}
     for file in paths:
         try:
             opened = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file} is no sound safetensors file ({error})", GIVE) from None
+        told |= _told(opened.metadata())
         for name in opened.keys():  # noqa: SIM118  # safe_open's object is not a mapping
             part = opened.get_slice(name)
             forms[name] = part.get_dtype(), tuple(part.get_shape())
             homes[name] = opened
-    return _Source(path, forms, lambda name: homes[name].get_tensor(name), about or {})
+    return _Source(path, forms, lambda name: homes[name].get_tensor(name), about or told)
+
+
+def _told(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """What `hpc-train checkpoint export` has told of a model in a file; nothing by others."""
+    try:
+        about = json.loads((metadata or {}).get(ABOUT_KEY, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return about if isinstance(about, dict) and isinstance(about.get("shape"), dict) else {}
 
 
 def _converted(

@@ -14,7 +14,7 @@ from hpc_train.errors import (
     CheckpointError,
     CheckpointMismatch,
     ConfigError,
-    SetupError,
+    UserError,
     print_line,
     size_text,
     some_of,
@@ -191,11 +191,13 @@ def export(
     import torch
 
     from hpc_train.checkpoint.catalogue import newest
-    from hpc_train.checkpoint.export import export_model
+    from hpc_train.checkpoint.export import check_absent, export_model
+    from hpc_train.checkpoint.weights import INDEX, ONE_FILE
 
     path, target, model = newest(Path(source)), Path(out), None
     if to is not None:
-        model, target = _hugging_face(path, to), target / "model.safetensors"
+        model, target = _hugging_face(path, to), target / ONE_FILE
+        check_absent(target, *(target.with_name(name) for name in (INDEX, "config.json")))
         target.parent.mkdir(parents=True, exist_ok=True)
     kind = getattr(torch, dtype) if dtype else None
     convert = model.tensors if model else None
@@ -249,16 +251,16 @@ def _hugging_face(path: Path, to: str) -> _HuggingFace:
 
     about = Tensors(path).state().get("about", {})
     kind, sizes = about.get("kind"), about.get("shape", {})
-    tokens = _special_tokens(about)
     if kind == "gpt":
         both = gpt2.as_gpt2(sizes), gpt2.rows_as_gpt2(sizes)
-        return _HuggingFace(*both, gpt2.gpt2_config(sizes) | tokens, transposed=True)
+        config = gpt2.gpt2_config(sizes) | _special_tokens(about)
+        return _HuggingFace(*both, config, transposed=True)
     if kind not in hugging_face.ARCHITECTURES:
         raise ConfigError(f"{path} is not a language model of `hpc-train train`", "leave out --to")
     if to == "gpt2":
         raise ConfigError(f"{path} is not a GPT: its model.kind is {kind}", "give --to hf")
     names = hugging_face.converted_names(sizes)
-    config = hugging_face.llama_config(kind, sizes) | tokens
+    config = hugging_face.llama_config(kind, sizes) | _special_tokens(about)
     return _HuggingFace(names, names, config, transposed=False)
 
 
@@ -267,8 +269,8 @@ def _special_tokens(about: Mapping[str, Any]) -> dict[str, int | None]:
     from hpc_train.data import tokenizer
 
     try:
-        codec = tokenizer.loads(about["tokenizer"])
-    except SetupError as error:
+        codec = tokenizer.loads(tokenizer.as_recorded(about["tokenizer"], about["shape"]["vocab"]))
+    except UserError as error:
         print_line(f"warning: config.json names no special tokens: {error}", sys.stderr)
         return {}
     return {

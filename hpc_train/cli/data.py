@@ -120,7 +120,7 @@ def verify_data(
     """
     from hpc_train.data.check import damage, every_shard
     from hpc_train.data.tables.table_manifest import TableManifest, read_any_manifest
-    from hpc_train.data.tokenizer import BYTES, describe_tokenizer
+    from hpc_train.data.tokenizer import BYTES, NO_TOKENIZER, describe_tokenizer
     from hpc_train.mpi.agreement import agreed, same
 
     world, readers = runtime.world, runtime.node if each_node else runtime.world
@@ -159,7 +159,7 @@ def verify_data(
         for one in damaged:
             runtime.print((where + "{cause}").format(**one))
     if damaged:
-        total = len(every) + (tokenizer != BYTES)
+        total = len(every) + (tokenizer not in (BYTES, NO_TOKENIZER))
         names = sorted({str(one["file"]) for one in damaged})
         raise HpcTrainError(
             f"{folder}: damaged files: {len(names)} of {total}: {some_of(names, NAMES_SHOWN)}",

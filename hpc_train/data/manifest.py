@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hpc_train.data.tokenizer import describe_tokenizer
+from hpc_train.data.tokenizer import as_recorded, describe_tokenizer
 from hpc_train.errors import DataError, plural
 
 FILE_NAME = "manifest.json"
@@ -235,9 +235,7 @@ def read_manifests(directories: Sequence[Path]) -> list[Manifest]:
     if not found[1:]:
         return found
     remedy = "prepare all folders of a mixture with the same tokenizer"
-    texts = [
-        describe_tokenizer(one.tokenizer, at) for one, at in zip(found, directories, strict=True)
-    ]
+    texts = [tokenizer_of(one, at) for one, at in zip(found, directories, strict=True)]
     for manifest, directory, text in zip(found, directories, texts, strict=True):
         if manifest.vocab != found[0].vocab:
             raise DataError(
@@ -248,6 +246,15 @@ def read_manifests(directories: Sequence[Path]) -> list[Manifest]:
         if text != texts[0]:
             raise DataError(f"{directory} has another tokenizer than {directories[0]}", remedy)
     return found
+
+
+def tokenizer_of(manifest: Manifest, directory: Path) -> str:
+    """The description of the tokenizer of a data folder's tokens: see `tokenizer.loads`.
+
+    Raises:
+        DataError: as `describe_tokenizer` raises it.
+    """
+    return as_recorded(describe_tokenizer(manifest.tokenizer, directory), manifest.vocab)
 
 
 def parse_manifest(tree: Any) -> Manifest:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from hpc_train.errors import DataError, SetupError
+from hpc_train.errors import DataError, SetupError, UserError
 
 BYTES = "bytes"
+NO_TOKENIZER = "none"  # of tokens whose tokenizer is not known
 END_OF_TEXT = (
     "<|endoftext|>",
     "</s>",
@@ -114,7 +115,7 @@ def describe_tokenizer(name: str, folder: Path | None = None) -> str:
     """The description that `loads` makes a tokenizer from: "bytes", or the text of its file.
 
     Args:
-        name: "bytes", or a file's path.
+        name: "bytes", or a file's path. Or a folder's "none", which describes itself.
         folder: the data folder that must contain the file, and the file that it links to. The text
             goes into checkpoints, so a folder must not be able to name any other file of this
             machine. Shards may be links to anywhere, as only tokens are taken from them.
@@ -122,8 +123,8 @@ def describe_tokenizer(name: str, folder: Path | None = None) -> str:
     Raises:
         DataError: the file cannot be read, or is not in the folder.
     """
-    if name == BYTES:
-        return BYTES
+    if name == BYTES or (name == NO_TOKENIZER and folder is not None):
+        return name
     path = Path(name) if folder is None else folder / name
     try:
         if folder is not None and not _is_inside(path, folder):
@@ -131,6 +132,19 @@ def describe_tokenizer(name: str, folder: Path | None = None) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: links in a circle
         raise DataError(f"tokenizer {path}: {error}", "give a tokenizer file, or bytes") from None
+
+
+def as_recorded(description: str, vocab: int) -> str:
+    """What a data folder or a checkpoint tells of its tokenizer.
+
+    Earlier versions wrote "bytes" for tokens without a tokenizer, too. Too small a vocabulary for
+    all bytes gives these away.
+
+    Args:
+        description: what it has written down.
+        vocab: its vocabulary size.
+    """
+    return NO_TOKENIZER if description == BYTES and vocab < ByteTokenizer.vocab else description
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
@@ -143,5 +157,11 @@ def loads(description: str) -> Tokenizer:
 
     Raises:
         SetupError, DataError: as `LibraryTokenizer` raises them.
+        UserError: it is "none".
     """
+    if description == NO_TOKENIZER:
+        raise UserError(
+            "the tokenizer of the tokens is not known",
+            "prepare the data with --tokenizer, and train on it",
+        )
     return ByteTokenizer() if description == BYTES else LibraryTokenizer(description)

@@ -33,10 +33,12 @@ def load_language_model(
     Raises:
         CheckpointError: the checkpoint is damaged.
         CheckpointMismatch: there is no checkpoint, or it does not hold a language model.
+        UserError: its tokenizer is not known, or cannot be loaded.
     """
     trained = load_model(checkpoint, "text", choose_device(), Group())
     assert isinstance(trained.shape, LanguageShape)
-    return trained.module, trained.shape, tokenizer.loads(trained.about["tokenizer"])
+    recorded = tokenizer.as_recorded(trained.about["tokenizer"], trained.shape.vocab)
+    return trained.module, trained.shape, tokenizer.loads(recorded)
 
 
 class SampleRecords:

@@ -12,7 +12,6 @@ from hpc_train.data import manifest as manifests
 from hpc_train.data.manifest import Manifest
 from hpc_train.data.packing import PACKED_TOGETHER
 from hpc_train.data.shards import check_one_sample
-from hpc_train.data.tokenizer import describe_tokenizer
 from hpc_train.errors import ConfigError
 from hpc_train.models.language import counted_targets
 from hpc_train.models.shape import Shape
@@ -59,7 +58,7 @@ def train_gpt(config: RunConfig, runtime: Runtime) -> None:
             "kind": config.model.kind,
             "shape": asdict(shape),
             "dtype": config.precision.parameters,
-            "tokenizer": describe_tokenizer(manifest.tokenizer, directory),
+            "tokenizer": manifests.tokenizer_of(manifest, directory),
         }
     of_folders = {directory: manifest.digest for directory, manifest in found.items()}
     with node_caches(config.data, of_folders, group) as caches:

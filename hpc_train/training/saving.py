@@ -14,7 +14,7 @@ from typing import Literal
 from hpc_train.checkpoint import Checkpoints
 from hpc_train.checkpoint.policy import Nonfinite, Retention, SavePolicy
 from hpc_train.checkpoint.weights import start_from
-from hpc_train.config import CheckpointSection, DataSection
+from hpc_train.config import CheckpointSection, DataSection, RunConfig
 from hpc_train.errors import CheckpointError, ConfigError, HpcTrainError
 from hpc_train.mpi.group import Group
 
@@ -62,7 +62,7 @@ def check_best(
     )
 
 
-def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int:
+def resume_or_start(checkpoints: Checkpoints, config: RunConfig) -> int:
     """Restore the newest checkpoint. Without one, load `checkpoint.weights` if given. Collective.
 
     Returns:
@@ -71,6 +71,7 @@ def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int
     Raises:
         HpcTrainError: as `Checkpoints.resume` and `start_from`.
     """
+    section = config.checkpoint
     after = checkpoints.resume(section.resume)
     if section.weights and not after:
         start_from(
@@ -81,6 +82,7 @@ def resume_or_start(checkpoints: Checkpoints, section: CheckpointSection) -> int
             streamed=checkpoints.state.streamed,
             include=section.include,
             exclude=section.exclude,
+            finetuned=config.finetune.active,
         )
         checkpoints.state.extra.take({})
     return after

@@ -157,7 +157,7 @@ class Trainer:
                 self.step_records.costs.measure_peak()
             if self.config.data.micro_batch == "auto" and not self._searched:
                 self._find_micro_batch()
-            after = resume_or_start(self.checkpoints, self.config.checkpoint)
+            after = resume_or_start(self.checkpoints, self.config)
             if after >= self.plan.last or self.patience.over:
                 early = f"; raise run.{'epochs' if self.config.run.epochs else 'steps'} to go on"
                 if self.patience.over:

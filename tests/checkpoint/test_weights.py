@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.policy import SavePolicy
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.checkpoint.weights import start_from
@@ -169,6 +170,18 @@ def test_a_checkpoint_tells_the_number_of_heads(tmp_path):
         start(path, gpt(1, heads=2))
 
 
+def test_a_plain_file_tells_what_its_tensors_do_not_show(tmp_path):
+    model = gpt()
+    saved = checkpoint_of(model, tmp_path / "run", {"kind": "gpt", "shape": SIZES})
+    plain = tmp_path / "plain.safetensors"
+    export_model(saved, plain)
+    assert_same(start(plain, gpt(1)), tensors(model))
+    with pytest.raises(ConfigError, match=r"model.heads 2: set --model.heads 4$"):
+        start(plain, gpt(1, heads=2))
+    save_file(tensors(model), plain, {"model": "a model of others"})
+    assert_same(start(plain, gpt(1)), tensors(model))
+
+
 def test_a_trained_output_layer_is_not_left_out(tmp_path):
     about = {"shape": SIZES | {"tie_embeddings": False}}
     path = checkpoint_of(gpt(0, tie_embeddings=False), tmp_path, about)
@@ -305,9 +318,11 @@ def test_a_gpt2_that_does_not_fit_names_the_keys(gpt2, tmp_path):
         "--model.sequence 16 --model.tie_embeddings true"
     )
     settings = tmp_path / "config.json"
-    settings.write_text(settings.read_text().replace('"gelu_new"', '"relu"'))
-    with pytest.raises(ConfigError, match="activation_function is relu"):
-        start(tmp_path, gpt(1))
+    tree = json.loads(settings.read_text(encoding="utf-8"))
+    for key, value in (("activation_function", "relu"), ("is_causal", False)):
+        settings.write_text(json.dumps({**tree, key: value}), encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"{key} is {value}"):
+            start(tmp_path, gpt(1))
 
 
 def test_a_size_in_a_config_json_is_a_number_or_left_out(gpt2, tmp_path):

@@ -15,8 +15,8 @@ from hpc_train.checkpoint import catalogue, inspection
 from hpc_train.checkpoint.catalogue import listed
 from hpc_train.checkpoint.export import export_model, write_tensors
 from hpc_train.checkpoint.restore import Tensors
-from hpc_train.cli.checkpoint import verify_checkpoints
-from hpc_train.errors import CheckpointError
+from hpc_train.cli.checkpoint import export, verify_checkpoints
+from hpc_train.errors import CheckpointError, ConfigError
 from hpc_train.training.generate import load_language_model
 from tests.conftest import small_program
 from tests.damages import flip_bit
@@ -180,6 +180,13 @@ def test_export_as_gpt2_gives_the_same_logits_elsewhere(trained, tmp_path):
         torch.testing.assert_close(ours(text), theirs(text).logits, rtol=1e-10, atol=1e-10)
     again = checkpoint("export", trained.root / "run", "--to", "gpt2", "--out", folder, code=2)
     assert "exists" in again
+    # A folder of a model in several files.
+    (folder / "model.safetensors").rename(folder / "model.safetensors.index.json")
+    for name in ("model.safetensors.index.json", "config.json"):
+        with pytest.raises(ConfigError, match=f"{name} exists: give another --out"):
+            export(str(trained.root / "run"), str(folder), [], [], None, to="gpt2")
+        (folder / name).unlink()
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import struct
 
 import h5py
@@ -9,13 +10,15 @@ import numpy as np
 import pytest
 
 from hpc_train.data.check import check_shards
-from hpc_train.data.manifest import read_manifest
+from hpc_train.data.manifest import read_manifest, read_manifests, tokenizer_of
 from hpc_train.data.prepare.dealing import Dealing
 from hpc_train.data.prepare.foreign import TokenLayout
 from hpc_train.data.prepare.request import tokens_request
 from hpc_train.data.prepare.work import begun, finish, work
 from hpc_train.data.shards import TokenDataset
-from hpc_train.errors import DataError
+from hpc_train.data.tokenizer import loads
+from hpc_train.errors import DataError, UserError
+from tests.data.corruption import sealed
 
 VOCAB = 50_000
 
@@ -67,6 +70,19 @@ def test_megatron_documents_are_kept(tmp_path, rows, code, dtype, name, copy):
     assert (made.vocab, made.dtype, made.documents) == (VOCAB, kept, len(rows))
     assert tokens.tolist() == np.concatenate(rows).tolist()
     assert begins == np.cumsum([0, *map(len, rows[:-1])]).tolist()
+
+
+def test_tokens_without_a_tokenizer_are_not_those_of_bytes(tmp_path):
+    np.arange(65, dtype="<u2").tofile(tmp_path / "a.bin")
+    made, *_ = prepared([tmp_path / "a.bin"], tmp_path / "new", vocab=65)
+    assert made.tokenizer == "none"
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    tree = json.loads(made.to_json()) | {"tokenizer": "bytes"}  # as earlier versions wrote it
+    (tmp_path / "old" / "manifest.json").write_text(sealed(tree))
+    folders = [tmp_path / "new", tmp_path / "old"]
+    for manifest, folder in zip(read_manifests(folders), folders, strict=True):
+        with pytest.raises(UserError, match="is not known: prepare the data with --tokenizer"):
+            loads(tokenizer_of(manifest, folder))
 
 
 def test_raw_tokens_and_what_is_held_out(tmp_path, rows):

@@ -304,7 +304,21 @@ def test_weights_that_do_not_fit_name_the_keys(tmp_path):
     ("changes", "error", "told"),
     [
         ({"hidden_act": "gelu"}, ConfigError, "hidden_act is gelu, ours has silu"),
+        ({"is_causal": False}, ConfigError, "is_causal is False, ours has True"),
         ({"rope_scaling": {"rope_type": "yarn"}}, ConfigError, "rope_type is yarn"),
+        (
+            {"rope_scaling": {"full_attention": {"rope_type": "linear"}}},
+            ConfigError,
+            "full_attention has rotations of its own",
+        ),
+        (
+            {
+                "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192},
+                "original_max_position_embeddings": 32,
+            },
+            ConfigError,
+            "original_max_position_embeddings is 32",
+        ),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, ConfigError, "low_freq_factor is 2"),
         ({"rope_scaling": LLAMA3}, ConfigError, "original_max_position_embeddings is 16"),
         ({"sliding_window": 8}, ConfigError, "set --model.sequence 8, or less"),
@@ -324,6 +338,28 @@ def test_weights_of_a_model_that_computes_otherwise_are_refused(tmp_path, change
     with pytest.raises(error) as caught:
         start(tmp_path, model("mistral"))
     assert told in str(caught.value)
+
+
+def test_two_tables_of_rotations_that_differ_are_refused(tmp_path):
+    theirs_of("llama").save_pretrained(tmp_path)
+    settings = tmp_path / "config.json"
+    config = json.loads(settings.read_text(encoding="utf-8"))
+    assert config["rope_parameters"]["rope_type"] == "default"
+    same = config | {"rope_scaling": config["rope_parameters"]}
+    settings.write_text(json.dumps(same), encoding="utf-8")
+    start(tmp_path, model())
+    settings.write_text(json.dumps(same | {"rope_scaling": LLAMA3}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="rope_scaling and rope_parameters differ in the config"):
+        start(tmp_path, model())
+
+
+def test_types_of_layers_are_names():
+    about = llama_config("qwen3", asdict(shape("qwen3")))
+    for types in ([["full_attention"]], 3):
+        with pytest.raises(ConfigError, match="layer_types has .*, ours has full_attention"):
+            llama_weights(
+                "qwen3", asdict(shape("qwen3")), about | {"layer_types": types}, whole=True
+            )
 
 
 def test_a_missing_matrix_is_named(tmp_path):
@@ -362,6 +398,7 @@ def test_a_model_without_a_head_has_no_prefix(tmp_path):
     [
         ("mistral", {}, False),
         ("mistral", {"sliding_window": None}, True),
+        ("mistral", {"layer_types": ["full_attention"] * 2, "sliding_window": 8}, False),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, True),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, False),
         ("qwen3", {"layer_types": ["full_attention"] * 2, "use_sliding_window": True}, True),

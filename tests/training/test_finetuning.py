@@ -139,6 +139,16 @@ def test_head_and_patterns_choose_what_is_trained(tmp_path):
     }
 
 
+def test_what_is_neither_taken_from_the_weights_nor_trained_is_refused(tmp_path):
+    given = ["--checkpoint.weights", str(base(tmp_path / "base")), "--run.steps", "1"]
+    given += ["--checkpoint.exclude+", "blocks.0.norm_mlp.*"]
+    with pytest.raises(
+        ConfigError, match=r"leave out blocks.0.norm_mlp.weight, .* would stay random, as"
+    ):
+        make(config(tmp_path / "run", *LORA, *given), alone()).train()
+    make(config(tmp_path / "run", "--finetune.patterns+", "*.norm_mlp.*", *given), alone()).train()
+
+
 def test_a_run_goes_on_with_its_adapters_and_not_with_others(tmp_path):
     given = [*LORA, "--checkpoint.weights", str(base(tmp_path / "base"))]
     make(config(tmp_path / "whole", *given), alone()).train()
@@ -273,6 +283,9 @@ def test_a_gpt_is_fine_tuned_exported_and_writes_text(program):
         weight = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
         product = adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
         torch.testing.assert_close(adapted[weight], theirs[weight] + product.T)
+    (program.root / "peft" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"adapter_config.json exists: give another --out"):
+        export_to_peft(str(program.root / "tuned"), str(program.root / "peft"))
     line = only_line(program.train("nothing", "--finetune.head", "true").stderr)
     assert "give checkpoint.weights, or leave finetune out" in line
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import nn
 
+from hpc_train.checkpoint import Checkpoints
+from hpc_train.checkpoint.policy import SavePolicy
+from hpc_train.checkpoint.state import TrainingState
+from hpc_train.cli.checkpoint import export
+from hpc_train.collectives import connect
 from hpc_train.data import tokenizer
 from hpc_train.errors import ConfigError, UserError
 from hpc_train.models.gpt.shape import GptShape
+from hpc_train.mpi.group import Group
 from hpc_train.training import generate as module
 from hpc_train.training.generate import generate
 
@@ -69,6 +78,23 @@ def test_an_empty_line_without_tokens_begins_a_text(scripted):
         written("  ", 2)
     with pytest.raises(ConfigError, match="--prompt is empty"):
         written("", 2)
+
+
+@pytest.mark.parametrize("recorded", ["none", "bytes"])
+def test_tokens_of_no_known_tokenizer_are_not_shown_as_bytes(tmp_path, recorded):
+    shape = GptShape(layers=1, hidden=4, heads=1, vocab=65, sequence=8)
+    about = {"kind": "gpt", "shape": asdict(shape), "dtype": "float32", "tokenizer": recorded}
+    model = shape.build()
+    saved = TrainingState(model, torch.optim.SGD(model.parameters()))
+    policy = SavePolicy(engine="posix")
+    folder = tmp_path / "checkpoints"
+    identity = {"model.sequence": 8}
+    Checkpoints(folder, connect(Group()), saved, policy, identity=identity, about=about).save(1)
+    with pytest.raises(UserError, match="the tokenizer of the tokens is not known"):
+        [*generate(tmp_path, "a", tokens=1)]
+    export(str(tmp_path), str(tmp_path / "hf"), [], [], None, to="hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
+    assert config["bos_token_id"] is config["eos_token_id"] is None
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -38,7 +38,7 @@ from hpc_train.data.prepare.partial import (
 from hpc_train.data.prepare.portions import bytes_per_token, cut_portions, read_part, whole_parts
 from hpc_train.data.prepare.request import PrepareRequest, text_request
 from hpc_train.data.prepare.texts import is_text_part
-from hpc_train.data.tokenizer import BYTES, Tokenizer, loads
+from hpc_train.data.tokenizer import BYTES, NO_TOKENIZER, Tokenizer, loads
 from hpc_train.data.write import write_shard
 from hpc_train.errors import DataError, plural, some_of
 
@@ -203,12 +203,18 @@ def _write_gap(writer: ShardWriter, part: InputPart, codec: Tokenizer, dtype: np
 def _about(recipe: TokenRecipe, parts: Sequence[InputPart]) -> dict[str, str]:
     """What the file of a shard says of itself to people who open it."""
     names = [Path(part.file.path).name for part in parts]
-    tokenizer = recipe.tokenizer if recipe.tokenizer in ("", BYTES) else TOKENIZER_FILE
     return {
         "schema": "tokens: consecutive tokens; documents: where documents begin among them",
-        "tokenizer": tokenizer or "unknown",
+        "tokenizer": _tokenizer_name(recipe),
         "source": some_of(names, NAMES_LOGGED),
     }
+
+
+def _tokenizer_name(recipe: TokenRecipe) -> str:
+    """What a folder calls the tokenizer of its tokens."""
+    return (
+        TOKENIZER_FILE if recipe.tokenizer not in ("", BYTES) else recipe.tokenizer or NO_TOKENIZER
+    )
 
 
 class ShardWriter:
@@ -312,7 +318,7 @@ def finish(preparation: Preparation[TokenRecipe]) -> Manifest:
         if "train" not in manifest.splits:
             held = "have no tokens" if not manifest.splits else "leave no tokens to train on"
             raise DataError(f"the files {held}", "give files with more text")
-        if manifest.tokenizer != BYTES:
+        if manifest.tokenizer == TOKENIZER_FILE:
             files.write_text(preparation.shards / TOKENIZER_FILE, preparation.recipe.tokenizer)
         publish(preparation.shards, preparation.target, manifest.to_json())
     return manifest
@@ -327,7 +333,7 @@ def _manifest(recipe: TokenRecipe, entries: Sequence[Any]) -> Manifest:
     draft = Manifest(
         vocab=recipe.vocab,
         dtype=str(recipe.dtype),
-        tokenizer=BYTES if recipe.tokenizer in ("", BYTES) else TOKENIZER_FILE,
+        tokenizer=_tokenizer_name(recipe),
         documents=sum(entry["documents"] for entry in entries),
         splits=splits,
     )

@@ -50,6 +50,7 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
+    "is_causal": (True,),
 }
 
 

@@ -64,18 +64,21 @@ PARTLY = ("heads", "kv_heads", "head_width", "rope_theta", "rope_factor", "norm_
 """Sizes that are the same even if only some tensors are taken."""
 LLAMA_COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
+    "is_causal": (True,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
 }
+ORIGINAL = "original_max_position_embeddings"
 ROPE = {
     "low_freq_factor": LOW_FREQUENCY,
     "high_freq_factor": HIGH_FREQUENCY,
-    "original_max_position_embeddings": ORIGINAL_LENGTH,
+    ORIGINAL: ORIGINAL_LENGTH,
 }
 
 
 LONG = 131_072  # max_position_embeddings of Llama 3.1 to 3.3
 ALL_BEFORE = ("max_window_layers", 28)  # the number of layers in front of those with windows
+LAYER_TYPES = ("full_attention", "sliding_attention")
 NO_WINDOW = "sliding_window is null"  # a key of ours beside those of a config.json
 
 
@@ -188,22 +191,40 @@ def _computes_otherwise(what: str) -> ConfigError:
 
 
 def _rope(about: Mapping[str, Any]) -> dict[str, float]:
-    """The keys of rotations. transformers 5 writes `rope_parameters`, older ones two keys."""
-    given = about.get("rope_parameters") or about.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise _computes_otherwise(f"rope_scaling is {given}, ours has a table")
+    """The keys of rotations, as transformers takes them."""
+    given = _rope_table(about)
     theta = size_in({**about, **given}, "rope_theta", 10000.0)
-    length = about.get("max_position_embeddings")
-    given = {"original_max_position_embeddings": length, **given}  # as transformers takes it
     how = given.get("rope_type", given.get("type", "default"))
     if how == "default":
         return {"rope_theta": theta, "rope_factor": 1.0}
     if how != "llama3":
         raise _computes_otherwise(f"rope_type is {how}, ours has default or llama3")
+    length = about.get("max_position_embeddings")
+    given = {**given, ORIGINAL: about.get(ORIGINAL, given.get(ORIGINAL, length))}
     for key, value in ROPE.items():
         if given.get(key, value) != value:
             raise _computes_otherwise(f"{key} is {given[key]}, ours has {value:g}")
     return {"rope_theta": theta, "rope_factor": size_in(given, "factor", 1.0)}
+
+
+def _rope_table(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of rotations. transformers 5 writes `rope_parameters`, older ones another key.
+
+    Raises:
+        ConfigError: that is no table, or there are two that differ, or one for each type of layer.
+    """
+    tables = [about[key] for key in ("rope_scaling", "rope_parameters") if about.get(key)]
+    given = tables[0] if tables else {}
+    if any(other != given for other in tables):
+        raise ConfigError(
+            "rope_scaling and rope_parameters differ in the config.json of checkpoint.weights",
+            "leave there the one with which the weights were trained",
+        )
+    if not isinstance(given, dict):
+        raise _computes_otherwise(f"rope_scaling is {given}, ours has a table")
+    if nested := [key for key, value in given.items() if isinstance(value, dict)]:
+        raise _computes_otherwise(f"{nested[0]} has rotations of its own")
+    return given
 
 
 def _check_length(about: Mapping[str, Any], sequence: int) -> None:
@@ -226,10 +247,14 @@ def _check_length(about: Mapping[str, Any], sequence: int) -> None:
 
 def _has_windows(about: Mapping[str, Any]) -> bool:
     """Whether a layer of the model attends over a window. A null in the file was left out."""
-    if "layer_types" in about:
-        return set(about["layer_types"]) != {"full_attention"}
-    if about["model_type"] == "mistral":
+    if about["model_type"] == "mistral":  # which does not read `layer_types`
         return not about.get(NO_WINDOW, False)
+    if "layer_types" in about:
+        types = about["layer_types"]
+        for one in types if isinstance(types, list) else [types]:
+            if one not in LAYER_TYPES:
+                raise _computes_otherwise(f"layer_types has {one}, ours has full_attention")
+        return LAYER_TYPES[1] in types
     layers, before = (size_in(about, *key) for key in (LLAMA_SIZES["layers"], ALL_BEFORE))
     return bool(about.get("use_sliding_window")) and before < layers
 
