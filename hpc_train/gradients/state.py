@@ -127,7 +127,8 @@ def _unite(
 ) -> None:
     """Give this rank the entries of a parameter's state that other ranks have."""
     state = optimizer.state[parameter] if entries else {}
-    for name, value in {**entries, **max(told, key=_steps)}.items():
+    most: Mapping[str, Any] = max(told, key=_steps)
+    for name, value in {**entries, **most}.items():
         if isinstance(value, Counted):
             state[name] = value.blank.filled(parameter).fill_(value.number)
         elif not isinstance(value, Blank):
