@@ -70,6 +70,7 @@ class AdasumAverager(BucketAverager):
         self.bucket_bytes = bucket_bytes
         self._before: list[list[Tensor]] = []
         super().__init__(model, optimizer, group, lambda _: ([], nothing), Progress())
+        self.awaited = f"the steps of {group.size} ranks"
         self.hvd = hvd
         self.shards = connect(group)
         self.at_close.append(refuse_scaler(optimizer))
@@ -83,17 +84,23 @@ class AdasumAverager(BucketAverager):
         """Set gradients that other ranks have, and this one has not, to zero. Collective."""
         if self._done:
             return
-        there = np.array([p.grad is not None for p in self.trained], bool)
-        facts = Facts(there, changed=self._changed())
-        heard = self.progress.complete(self._told(Place.AVERAGE, facts))
-        if heard.changed:
-            added.check_added(self.group, self._new())
-            added.check_added_values(self.group, self._new())
-            self._replan()
-        for parameter, used in zip(self.trained, heard.used.tolist(), strict=False):
+        with self.group.waiting(self.awaited):
+            heard = self._heard()
+            if heard.changed:
+                added.check_added(self.group, self._new())
+                added.check_added_values(self.group, self._new())
+                self._replan()
+                heard = self._heard()  # once more, because `trained` has others now
+        for parameter, used in zip(self.trained, heard.used.tolist(), strict=True):
             if used and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._done, self._drops = True, 0
+
+    def _heard(self) -> Facts:
+        """Which parameters have a gradient on any rank. Collective."""
+        there = np.array([p.grad is not None for p in self.trained], bool)
+        facts = Facts(there, changed=self._changed())
+        return self.progress.complete(self._told(Place.AVERAGE, facts))
 
     def norm(self) -> Tensor:
         """The 2-norm of all ranks' gradients side by side, float64. Collective."""
@@ -102,8 +109,9 @@ class AdasumAverager(BucketAverager):
         return total.sqrt()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        changed = super()._before_step(optimizer, args, kwargs)  # averages, and may plan anew
         self._before = [[p.detach().clone() for p in some] for some in self.planned]
-        return super()._before_step(optimizer, args, kwargs)
+        return changed
 
     def _averaged(self, closure: Closure) -> Closure:
         # Ranks step by their own gradients, so they may call it differently often.

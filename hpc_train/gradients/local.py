@@ -51,6 +51,7 @@ class LocalSteps(BucketAverager):
         super().__init__(model, optimizer, levels.whole, lambda _: ([], none), Progress())
         self.every, self._since = every, 0
         self._make_mean, self._mean_progress = make, progress
+        self._joined: dict[Parameter, None] = {}  # stepped since the last mean, but not planned
         self._shared, self._mean_sums = make(self.trained)
         self.at_close += [progress.close, lambda: self._mean_sums.close(), refuse_scaler(optimizer)]
 
@@ -75,6 +76,8 @@ class LocalSteps(BucketAverager):
 
     def _after_step(self) -> None:
         """Average the replicas after every `every` steps."""
+        if self._changed():  # the user may freeze them again before the next mean
+            self._joined.update(dict.fromkeys(self._new()))
         self._since += 1
         if self._since == self.every:
             self.settle()
@@ -86,17 +89,18 @@ class LocalSteps(BucketAverager):
         """
         if not self._since:
             return
-        self._since = 0
-        if self.group.largest(int(self._changed())):
-            added.check_added(self.group, self._new())
-            self._replan()
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            self.optimizer.state.clear()  # a history of the rank's own steps, not of the mean's
-        with torch.no_grad():
-            self._average({p: p.data for p in self.trained})
-            unite_state(self.optimizer, self.group)  # else ranks would average different moments
-            for slot in moments(self.optimizer).values():
-                self._average(slot)
+        try:
+            if self.group.largest(int(self._changed() or bool(self._joined))):
+                self._replan()
+            self._mean()
+        finally:  # `close` must not fail once more
+            self._since = 0
+            self._joined.clear()
+
+    def _retired(self) -> list[Parameter]:
+        """Parameters that were unfrozen and frozen again since the last mean."""
+        known = {id(p) for p in self.trained}
+        return [p for p in self._joined if not p.requires_grad and id(p) not in known]
 
     def close(self) -> None:
         """Average the steps since the last time, so that all replicas are equal. Collective."""
@@ -106,9 +110,25 @@ class LocalSteps(BucketAverager):
         super().close()
 
     def _replan(self) -> None:
+        added.check_added(self.group, [*self._new(), *self._retired()])
+        if self.group.largest(self._since):
+            self._mean()  # the new plan lacks parameters that were frozen since the last mean
         super()._replan()
         self._mean_sums.close()
-        self._shared, self._mean_sums = self._make_mean(self.trained)
+        self._shared, self._mean_sums = self._make_mean([*self.trained, *self._retired()])
+
+    def _mean(self) -> None:
+        """Set the parameters of the plan, and the optimizer's moments, to their means."""
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self.optimizer.state.clear()  # a history of the rank's own steps, not of the mean's
+        with torch.no_grad():
+            self._average({p: p.data for bucket in self._shared for p in bucket.parameters})
+            # Else ranks would average different moments.
+            for factor in unite_state(self.optimizer, self.group):
+                self._sum(factor)
+                factor.div_(self.group.size)
+            for slot in moments(self.optimizer).values():
+                self._average(slot)
 
     def _average(self, tensors: dict[Parameter, Tensor]) -> None:
         sums = self._mean_sums

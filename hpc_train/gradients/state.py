@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -81,41 +82,66 @@ def broadcast_state(optimizer: Optimizer, collectives: Collectives) -> None:
             _receive(optimizer, parameter, name, value, collectives)
 
 
-def unite_state(optimizer: Optimizer, group: Group) -> None:
+def unite_state(optimizer: Optimizer, group: Group) -> list[Tensor]:
     """Give all ranks that have trained by themselves the same entries of state. Collective.
 
     A rank whose samples have not used a parameter has no state of it, or has taken fewer steps.
-    Moments (see `moments`) that it lacks become zeros, and are to be averaged over all ranks: a
-    rank that does not use a parameter has the gradient 0 there, as it counts when gradients are
-    averaged. So Adam's `exp_avg` and SGD's momentum, which are linear in the gradients, become
-    those of the mean gradient, and `exp_avg_sq` the mean of all ranks' squares. SGD itself goes on
-    from a momentum of zeros as from none. Numbers such as `step` become those of the rank that has
-    taken most steps: fewer would make Adam's corrections, and so the next update, too large.
+    Moments (see `moments`) and factors that it lacks become zeros, and are to be averaged over all
+    ranks: a rank that does not use a parameter has the gradient 0 there, as it counts when
+    gradients are averaged. So Adam's `exp_avg` and SGD's momentum, which are linear in the
+    gradients, become those of the mean gradient, and `exp_avg_sq` the mean of all ranks' squares.
+    SGD itself goes on from a momentum of zeros as from none. Numbers such as `step` become those of
+    the rank that has taken most steps: fewer would make Adam's corrections, and so the next update,
+    too large.
+
+    Returns:
+        The factors: real or complex tensors of the state that have other shapes than their
+        parameters, such as `row_var` of Adafactor. They come in the same order on all ranks. One
+        whose shape differs between ranks is left out.
     """
     parameters = [*_parameters(optimizer)]
     mine = [_numbered(optimizer, parameter) for parameter in parameters]
-    if group.same(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest()):
-        return
-    everyone = group.gathered(mine)
-    for parameter, told in zip(parameters, zip(*everyone, strict=True), strict=True):
+    alike = group.same(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest())
+    factors: list[Tensor] = []
+    for parameter, *told in zip(
+        parameters, *([mine] if alike else group.gathered(mine)), strict=True
+    ):
         entries = {name: value for some in told for name, value in some.items()}
-        most: dict[str, Any] = max(told, key=_steps)
-        entries.update(most)
-        state = optimizer.state[parameter] if entries else {}
-        for name, value in entries.items():
-            if isinstance(value, Counted):
-                state[name] = value.blank.filled(parameter).fill_(value.number)
-            elif not isinstance(value, Blank):
-                state[name] = value
-            elif not isinstance(state.get(name), Tensor):
-                state[name] = value.filled(parameter)
+        if not alike:
+            _unite(optimizer, parameter, told, entries)
+        factors += (
+            optimizer.state[parameter][name]
+            for name, value in entries.items()
+            if isinstance(value, Blank)
+            and value.shape != tuple(parameter.shape)
+            and all(some.get(name, value) == value for some in told)
+        )
+    return factors
+
+
+def _unite(
+    optimizer: Optimizer,
+    parameter: Parameter,
+    told: Sequence[Mapping[str, Any]],
+    entries: Mapping[str, Any],
+) -> None:
+    """Give this rank the entries of a parameter's state that other ranks have."""
+    state = optimizer.state[parameter] if entries else {}
+    most: Mapping[str, Any] = max(told, key=_steps)
+    for name, value in {**entries, **most}.items():
+        if isinstance(value, Counted):
+            state[name] = value.blank.filled(parameter).fill_(value.number)
+        elif not isinstance(value, Blank):
+            state[name] = value
+        elif not isinstance(state.get(name), Tensor):
+            state[name] = value.filled(parameter)
 
 
 def _numbered(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:
-    """A parameter's state by name: moments as `Blank`, and what is one number."""
+    """A parameter's state by name: moments and factors as `Blank`, and what is one number."""
     found: dict[str, Any] = {}
     for name, value in sorted(optimizer.state.get(parameter, {}).items()):
-        if _is_moment(name, value, parameter):
+        if _is_moment(name, value, parameter) or _is_factor(name, value):
             found[name] = Blank.of(value, parameter)
         elif isinstance(value, Tensor) and not value.dim():
             found[name] = Counted(Blank.of(value, parameter), value.item())
@@ -131,12 +157,12 @@ def _steps(entries: Mapping[str, Any]) -> float:
 
 
 def average_state(optimizer: Optimizer, collectives: Collectives) -> None:
-    """Replace the ranks' moments by their mean, after `unite_state`. Collective."""
-    unite_state(optimizer, collectives.group)
-    for slot in moments(optimizer).values():
-        for moment in slot.values():
-            collectives.sum_(torch.view_as_real(moment) if moment.is_complex() else moment)
-            moment.div_(collectives.group.size)
+    """Replace the ranks' moments and factors by their mean, after `unite_state`. Collective."""
+    factors = unite_state(optimizer, collectives.group)
+    slots = moments(optimizer).values()
+    for moment in chain(factors, *(slot.values() for slot in slots)):
+        collectives.sum_(torch.view_as_real(moment) if moment.is_complex() else moment)
+        moment.div_(collectives.group.size)
 
 
 def moments(optimizer: Optimizer) -> dict[str, dict[Parameter, Tensor]]:
@@ -155,7 +181,16 @@ def moments(optimizer: Optimizer) -> dict[str, dict[Parameter, Tensor]]:
 
 
 def _is_moment(name: str, value: Any, parameter: Parameter) -> bool:
-    if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
+    return _is_mean(name, value) and value.shape == parameter.shape
+
+
+def _is_factor(name: str, value: Any) -> bool:
+    return _is_mean(name, value) and value.dim() > 0
+
+
+def _is_mean(name: str, value: Any) -> bool:
+    """Whether replicas may replace a value of the state by its mean."""
+    if not isinstance(value, Tensor) or name == "step":
         return False
     return value.is_floating_point() or value.is_complex()
 

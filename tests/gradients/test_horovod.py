@@ -464,6 +464,49 @@ def test_settling_adasum_gives_all_ranks_the_mean_of_their_moments(job):
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("way", ["unfrozen", "added"])
+def test_adasum_combines_the_steps_of_parameters_that_come_later(job, way):
+    draws, size = torch.Generator().manual_seed(0), job.world.size
+    values = [torch.randn(4, generator=draws).double() for _ in range(3)]
+    last, middle = nn.Parameter(values[0].clone()), nn.Parameter(values[1].clone())
+    other = nn.Parameter(values[2].clone())
+    first = [last, middle, other] if way == "unfrozen" else [last, other]
+    middle.requires_grad_(way == "added")
+    optimizer = torch.optim.SGD(first, lr=1.0)
+    options = AveragingOptions(engine="horovod", reduction="adasum", bucket_bytes=32)
+    averager = average_gradients(nn.ParameterList(first), optimizer, job.world, options)
+    if way == "unfrozen":
+        middle.requires_grad_(True)
+    else:
+        optimizer.add_param_group({"params": [middle]})
+    gradients = [torch.randn(4, generator=draws).double() for _ in range(2 * size)]
+    last.grad = gradients[job.world.rank]
+    if job.world.rank == 0:  # the others step by zeros
+        middle.grad = gradients[size]
+    optimizer.step()
+    averager.close()
+    zeros = [torch.zeros(4).double() for _ in range(size - 1)]
+    assert torch.allclose(last.detach(), values[0] + tree([-g for g in gradients[:size]]))
+    assert torch.allclose(middle.detach(), values[1] + tree([-gradients[size], *zeros]))
+    assert torch.equal(other.detach(), values[2])
+    assert other.grad is None
+
+
+def test_adasum_names_what_it_waits_for_at_the_start_of_a_step(job, monkeypatch):
+    model, _, averager = make(job.world, reduction="adasum")
+    loss(model, job.world.rank, 0, 1).backward()
+    complete, awaited = averager.progress.complete, []
+
+    def noted(coroutine):
+        awaited.append(averager.group.waiting.now[0])
+        return complete(coroutine)
+
+    monkeypatch.setattr(averager.progress, "complete", noted)
+    averager.step()
+    averager.close()
+    assert awaited[0] == f"the steps of {job.world.size} ranks"
+
+
 @pytest.mark.mpi(min_size=2)
 def test_adasum_refuses_a_step_with_a_closure(job):
     model, optimizer, averager = make(job.world, reduction="adasum")

@@ -88,3 +88,72 @@ def test_local_steps_may_call_closures_differently_often(job):
     assert losses == pytest.approx(expected_losses[rank], rel=1e-9)
     for mine, its in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(mine, its, rtol=1e-9)
+
+
+def steps_of_pairs(group, count, change):
+    """Two parameters, the second frozen, after local steps that differ between ranks.
+
+    Args:
+        count: how many steps.
+        change: is called before each step with its number, the parameters, and the averager.
+    """
+    pair = [nn.Parameter(torch.ones(3).double(), requires_grad=first) for first in (True, False)]
+    optimizer = torch.optim.SGD(pair, lr=0.1, momentum=0.5)
+    averager = average_gradients(
+        nn.ParameterList(pair), optimizer, group, AveragingOptions(average_every=EVERY)
+    )
+    for step in range(count):
+        change(step, pair, averager)
+        optimizer.zero_grad()
+        sum(p.sum() for p in pair if p.requires_grad).mul(group.rank + 1).backward()
+        optimizer.step()
+    averager.close()
+    state = [optimizer.state[p]["momentum_buffer"].tolist() for p in pair]
+    return [p.tolist() for p in pair], state
+
+
+def exchanged(step, pair, averager):
+    """Freeze the first within a period, and train the second in its place."""
+    if step == 1:
+        pair[0].requires_grad_(False)
+        pair[1].requires_grad_(True)
+
+
+def refreshed(step, pair, averager):
+    exchanged(step, pair, averager)
+    if step == 1:
+        averager.refresh()
+
+
+def tried(step, pair, averager):
+    """Train the second for one step within a period."""
+    pair[1].requires_grad_(step == 0)
+
+
+@pytest.mark.parametrize("change", [exchanged, refreshed, tried], ids=lambda c: c.__name__)
+def test_parameters_that_were_trained_for_a_part_of_a_period_are_averaged(job, change):
+    found = steps_of_pairs(job.world, 2, change)
+    everyone = job.world.gathered(repr(found))
+    assert len({*everyone}) == 1
+    mean, (values, _) = (job.world.size + 1) / 2, found
+    first = 1 - 0.1 * mean * (2.5 if change is tried else 1)
+    assert values == [pytest.approx([first] * 3), pytest.approx([1 - 0.1 * mean] * 3)]
+
+
+def test_the_factors_of_adafactor_are_averaged(job):
+    """Rank 0 alone uses the second parameter before the mean, and all do afterwards."""
+    pair = nn.ParameterList(torch.ones(2, 3).double() for _ in range(2))
+    optimizer = torch.optim.Adafactor(pair.parameters(), lr=0.1)
+    averager = average_gradients(pair, optimizer, job.world, AveragingOptions(average_every=EVERY))
+    for _ in range(EVERY):
+        optimizer.zero_grad()
+        used = [*pair][: 1 if job.world.rank else 2]
+        sum(p.square().sum() for p in used).mul(job.world.rank + 1).backward()
+        optimizer.step()
+    averager.close()
+    state = [sorted(optimizer.state[p].items()) for p in pair]
+    everyone = job.world.gathered(repr(state))
+    sum(p.sum() for p in pair).backward()
+    optimizer.step()
+    assert len({*everyone}) == 1
+    assert [name for name, _ in state[1]] == ["col_var", "row_var", "step"]
