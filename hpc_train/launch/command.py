@@ -188,9 +188,10 @@ def _hosts(request: LaunchRequest, allocation: Allocation | None) -> list[Host]:
         return parse_hosts(request.hosts)
     if request.hostfile:
         return read_file(Path(request.hostfile))
-    if allocation is None or (request.ranks and not allocation.hosts):
+    if allocation is None:
         return []
-    return allocation.known_hosts()
+    needed = request.ranks_per_node or not request.ranks
+    return allocation.known_hosts() if needed else allocation.hosts
 
 
 def _command(request: LaunchRequest) -> tuple[list[str], RunConfig | None, str | None]:
