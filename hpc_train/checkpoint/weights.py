@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,22 +91,25 @@ def start_from(
     named_parameters = model.named_parameters()
     mine = {shards[n].name if n in shards else n: p.requires_grad for n, p in named_parameters}
     trained = group.united(mine)
+    frozen = [name for name in forms if finetuned and not trained.get(name, True)]
+    left = [name for name in frozen if not selected(name, include, exclude)]
+    random = _random_ones(left, held, group)
     sources: list[_Source] = []  # of rank 0
 
     def choose() -> list[str]:
         for key, patterns in (("include", include), ("exclude", exclude)):
             check_patterns(f"checkpoint.{key}", patterns, list(forms))
         wanted = {name: f for name, f in forms.items() if selected(name, include, exclude)}
-        _check_none_random(forms, wanted, trained if finetuned else {})
         whole = len(wanted) == len(forms)
         source = _open(path)
         foreign = getattr(model, "foreign_weights", None)
         fresh: Collection[str] = ()
         if foreign and (convert := foreign(source.about, whole=whole)):
             source, fresh = _converted(source, convert), getattr(convert, "fresh", ())
-        if frozen := [name for name in wanted if name in fresh and not trained[name]]:
+        _check_left(left, {*random, *source.forms})
+        if wrong := [name for name in wanted if name in fresh and not trained[name]]:
             raise ConfigError(
-                f"the weights lack all or a part of {some_of(frozen)}, which would stay random, as "
+                f"the weights lack all or a part of {some_of(wrong)}, which would stay random, as "
                 "section finetune does not train it",
                 "name it in finetune.patterns, or set finetune.head true for the head",
             )
@@ -132,16 +136,30 @@ def start_from(
             _take(held[name], tensor)
 
 
-def _check_none_random(
-    names: Collection[str], wanted: Collection[str], trained: Mapping[str, bool]
-) -> None:
-    """Check that section `finetune` trains each parameter that is not taken from the weights."""
-    if frozen := [n for n in names if n not in wanted and not trained.get(n, True)]:
+def _check_left(left: Sequence[str], refused: Collection[str]) -> None:
+    """Check that frozen tensors which are not taken from the weights may be left as they are."""
+    if wrong := [name for name in left if name in refused]:
         raise ConfigError(
-            f"checkpoint.include and exclude leave out {some_of(frozen)}, which would stay random, "
-            "as section finetune does not train it",
+            f"checkpoint.include and exclude leave out {some_of(wrong)}, which would keep initial "
+            "values, as section finetune does not train it",
             "take it from the weights, or name it in finetune.patterns",
         )
+
+
+def _random_ones(names: Sequence[str], held: Mapping[str, LocalTensor], group: Group) -> list[str]:
+    """Those of some tensors whose elements are not all equal. Collective.
+
+    The others, such as biases that begin as zeros, are right as they are for weights that were
+    trained without them.
+    """
+    values: dict[tuple[str, Any], None] = {}  # of each part: its only value, or None
+    for name in names:
+        if name in held and held[name].tensor.numel():
+            flat = held[name].tensor.flatten()
+            values[name, flat[0].item() if bool((flat == flat[0]).all()) else None] = None
+    found = group.united(values)
+    counts = Counter(name for name, _ in found)
+    return [name for name in names if counts[name] > 1 or (name, None) in found]
 
 
 def _take(held: LocalTensor, tensor: Tensor) -> None:

@@ -88,7 +88,7 @@ def launch(request: LaunchRequest) -> int:
         )
     used = take_hosts(hosts, ranks) if hosts else []
     command, config, file = _command(request)
-    cores = request.cores or cores_of_hosts(os.environ)
+    cores = request.cores or cores_of_hosts(os.environ, [host.name for host in used])
     full = max((host.slots for host in used), default=ranks)
     threads = threads_of(os.environ, cores, full)
     # Each container has namespaces of its own, so that no process can fork all ranks of a node.
@@ -141,7 +141,7 @@ def _passing_all(allocation: Allocation | None) -> dict[str, str]:
 
 
 def _launcher(request: LaunchRequest, allocation: Allocation | None) -> FoundLauncher:
-    if "SLURM_HET_SIZE" in os.environ:
+    if "SLURM_HET_SIZE" in os.environ and not (request.hosts or request.hostfile):
         _say("this job is heterogeneous, and SLURM tells the hosts of its first component only")
     if request.line is None:
         found = find_launcher(request.program, allocation.scheduler if allocation else None)
@@ -188,7 +188,10 @@ def _hosts(request: LaunchRequest, allocation: Allocation | None) -> list[Host]:
         return parse_hosts(request.hosts)
     if request.hostfile:
         return read_file(Path(request.hostfile))
-    return allocation.hosts if allocation else []
+    if allocation is None:
+        return []
+    needed = request.ranks_per_node or not request.ranks
+    return allocation.known_hosts() if needed else allocation.hosts
 
 
 def _command(request: LaunchRequest) -> tuple[list[str], RunConfig | None, str | None]:

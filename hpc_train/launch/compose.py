@@ -65,9 +65,7 @@ def make(request: SubmitRequest) -> BatchJob:
             )
         seen.add(made)
     asked = _resources(request, site, scheduler)
-    environ = dict(site.environ)
-    if request.threads:
-        environ["OMP_NUM_THREADS"] = str(request.threads)
+    environ = _environ(request, site)
     in_pods = scheduler == "mpijob"
     program = ["hpc-train"] if in_pods else [sys.executable, "-m", "hpc_train"]
     script = Path(run_dir, "mpijob.yaml" if in_pods else "job.sh")
@@ -101,6 +99,12 @@ def make(request: SubmitRequest) -> BatchJob:
     )
     _check_directives(batch, site.needs_directives, request.site)
     return in_image(batch, request, site, config) if request.image and not in_pods else batch
+
+
+def _environ(request: SubmitRequest, site: Site) -> dict[str, str]:
+    """The variables that the job sets."""
+    threads = {"OMP_NUM_THREADS": str(request.threads)} if request.threads else {}
+    return {**site.environ, **threads}
 
 
 def _check_names(request: SubmitRequest, run_dir: str) -> None:
@@ -291,7 +295,7 @@ def _launcher(
         filled = resources.filled(site.launcher, kept, line)
         words += ["--line", shlex.join(filled), "--ranks_per_node", str(asked.ranks_per_node)]
     else:
-        words += scheduler_of(scheduler).launch_words(asked)
+        words += scheduler_of(scheduler).launch_words(asked, _environ(request, site))
     if request.launcher == "horovodrun":
         words += ["--launcher", "horovodrun"]
     restarts = RESTARTS if request.max_restarts is None else request.max_restarts

@@ -33,11 +33,25 @@ class Allocation:
 
     Args:
         scheduler: slurm, pbs, lsf, flux or mpijob.
-        hosts: in the scheduler's order. Flux does not say how many ranks a host takes: one.
+        hosts: in the scheduler's order. Flux does not say how many ranks a host takes: one. There
+            are none if the scheduler does not tell them: see `known_hosts`.
     """
 
     scheduler: str
     hosts: list[Host]
+
+    def known_hosts(self) -> list[Host]:
+        """The hosts, where the user has named none.
+
+        Raises:
+            UserError: the scheduler does not tell them.
+        """
+        if not self.hosts:
+            raise UserError(
+                "salloc has made a heterogeneous job, and does not tell its hosts",
+                "give the hosts by -H to `hpc-train launch`, or ask for a job of one component",
+            )
+        return self.hosts
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -127,11 +141,8 @@ def slurm_cpus(environ: Mapping[str, str]) -> int:
 
 
 def _slurm(environ: Mapping[str, str]) -> list[Host]:
-    if "SLURM_JOB_NODELIST" not in environ:
-        raise UserError(
-            "salloc has made a heterogeneous job, and does not tell its hosts",
-            "ask for a job of one component, or use sbatch",
-        )
+    if "SLURM_JOB_NODELIST" not in environ:  # a heterogeneous job of salloc
+        return []
     names = expand(environ["SLURM_JOB_NODELIST"])
     counts = _repeated(environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
     if len(counts) != len(names):

@@ -6,8 +6,9 @@ import math
 import os
 import re
 import shutil
+import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -248,16 +249,32 @@ def _output(*words: str, needs_success: bool = False) -> str:
     return output(*words, timeout=60, errors=True, needs_success=needs_success)
 
 
-def cores_here() -> int:
-    """Physical cores that this process may use. A container may have the time of fewer."""
-    return math.ceil(min(len(physical_cores(os.sched_getaffinity(0))), cpu_quota()))
+def cores_here(*, has_ranks: bool = True) -> int:
+    """Physical cores that this process may use. A container may have the time of fewer.
+
+    Args:
+        has_ranks: whether ranks start on this host. If not, its quota is not that of the hosts.
+    """
+    quota = cpu_quota() if has_ranks else math.inf
+    return math.ceil(min(len(physical_cores(os.sched_getaffinity(0))), quota))
 
 
-def cores_of_hosts(environ: Mapping[str, str]) -> int:
-    """Physical cores of each host of this job: those that SLURM has given, or as many as here."""
+def _is_one_of(hosts: Collection[str]) -> bool:
+    """Whether this host is one of these, which may be written with their domains or without."""
+    here = {socket.gethostname().partition(".")[0], "localhost", "127.0.0.1"}
+    return any(host in here or host.partition(".")[0] in here for host in hosts)
+
+
+def cores_of_hosts(environ: Mapping[str, str], hosts: Collection[str] = ()) -> int:
+    """Physical cores of each host of this job: those that SLURM has given, or as many as here.
+
+    Args:
+        environ: the variables of this process.
+        hosts: the names of the hosts; none stand for this one.
+    """
     cpus = slurm_cpus(environ)
     if not cpus:
-        return cores_here()
+        return cores_here(has_ranks=not hosts or _is_one_of(hosts))
     if "SLURMD_NODENAME" in environ:  # this is one of the hosts
         return min(cpus, cores_here())
     # `salloc` runs its command on the login host, which may have more cores, or fewer.
@@ -266,7 +283,7 @@ def cores_of_hosts(environ: Mapping[str, str]) -> int:
     if node is None:
         return cpus
     by_core = environ.get("SLURM_THREADS_PER_CORE") == "1"
-    return min(node.cores, cpus if by_core else max(1, cpus // node.hardware_threads))
+    return min(node.cores, cpus if by_core else max(1, cpus // node.cpus_of_core))
 
 
 def threads_of(environ: Mapping[str, str], cores: int, per_host: int) -> int:

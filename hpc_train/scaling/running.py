@@ -133,7 +133,7 @@ def run_here(
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP has stopped a run, which has ended.
     """
     allocation = allocated(os.environ)
-    names = [host.name for host in allocation.hosts] if allocation else []
+    names = [host.name for host in allocation.known_hosts()] if allocation else []
     most = max((run.nodes for run in runs), default=0)
     if allocation and most > len(names):
         raise UserError(

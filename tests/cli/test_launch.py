@@ -221,6 +221,17 @@ def test_it_says_that_ranks_are_not_bound(cores, environ, told):
 
 
 @pytest.mark.parametrize(
+    ("words", "remedy"),
+    [(["-H", "a:2,b:2"], ""), (["-np", "2"], ""), ([], "give the hosts by -H")],
+)
+def test_a_heterogeneous_job_of_salloc_needs_its_hosts_or_a_number(words, remedy):
+    environ = {"SLURM_JOB_ID": "5", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a"}
+    done = run(*hpc_train("launch", *words, "--dry_run", "--", "hostname"), environ=environ)
+    assert (done.returncode == 2) == bool(remedy), done.stderr
+    assert remedy in done.stderr
+
+
+@pytest.mark.parametrize(
     ("nodes", "expected"),
     [
         ("n1\nn1\nn2\nn2\n", "-np 4 --host n1:2,n2:2"),  # PBS Pro's mpiprocs=2, Torque's ppn=2

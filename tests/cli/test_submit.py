@@ -321,8 +321,7 @@ def test_an_mpijob_is_written(desk):
     worker = spec["mpiReplicaSpecs"]["Worker"]
     assert worker["replicas"] == 2
     assert worker["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == 12
-    launcher = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
-    assert "--cores 12 " in " ".join(launcher["command"]), "its own pod has others"
+    assert "--cores 12 " in _words_of_launcher(spec), "its own pod has others"
 
 
 def test_a_profile_of_kubernetes_has_the_numbers_of_a_job(desk):
@@ -336,6 +335,15 @@ def test_a_profile_of_kubernetes_has_the_numbers_of_a_job(desk):
     assert spec["slotsPerWorker"] == 4
     limits = worker["resources"]["limits"]
     assert (limits["cpu"], limits["amd.com/gpu"]) == (8, 4)
+    assert "--cores 8 " in _words_of_launcher(spec)
+    (desk.folder / "k.yaml").write_text(f"{profile}environ: {{OMP_NUM_THREADS: 8}}\n")
+    spec = yaml.safe_load(desk.run("submit", "my.yaml", *words).stdout)["spec"]
+    assert "--cores 32 " in _words_of_launcher(spec), "the threads that its ranks will have"
+
+
+def _words_of_launcher(spec):
+    pod = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]
+    return " ".join(pod["containers"][0]["command"])
 
 
 def test_a_run_directory_that_cannot_be_made_is_one_line(desk):
@@ -608,7 +616,7 @@ def test_queues_and_gpus_as_the_site_knows_them(desk, site, words, there, absent
 
 def test_the_ranks_of_a_node_share_its_cores_by_default(desk):
     desk.scheduler("sbatch")
-    desk.scheduler("sinfo", says="small 1 8 1\nlong* 2 32 2\nlong* 2+ 24+ 2")
+    desk.scheduler("sinfo", says="small 1 8 1 8\nlong* 2 32 2 128\nlong* 2+ 24+ 2 96+")
     words = ["--ranks_per_node", "4", "--dry_run"]
     done = desk.run("submit", "my.yaml", *words)
     assert "#SBATCH --cpus-per-task=12\n" in done.stdout, "of the smallest node"

@@ -98,7 +98,7 @@ COPIES = {
         run_dir="runs/my",
         launcher=[
             *("hpc-train", "launch", "--max_restarts", "3"),
-            *scheduler_of(scheduler).launch_words(Resources(2, 4, 8)),
+            *scheduler_of(scheduler).launch_words(Resources(2, 4, 8), {}),
             "--",
         ],
         script="job.sh",

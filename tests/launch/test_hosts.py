@@ -115,8 +115,6 @@ def test_the_first_host_of_lsf_has_no_rank_where_jsrun_is(tmp_path, variable, th
 
 
 def test_variables_that_contradict_each_other_are_refused():
-    with pytest.raises(UserError, match="heterogeneous"):
-        allocated({"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1"})
     with pytest.raises(UserError, match="SLURM_TASKS_PER_NODE"):
         allocated({"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "2(x3)"})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from itertools import pairwise
 
@@ -306,10 +307,11 @@ def test_threads_are_what_the_user_says_or_a_share_of_the_cores():
 @pytest.mark.parametrize(
     ("variables", "answer", "cores"),
     [
-        ({"JOB_CPUS_PER_NODE": "128(x2),64"}, "batch 2 32 1", 64),
-        ({"JOB_CPUS_PER_NODE": "128(x2)"}, "batch 2 32 2", 64),
-        ({"JOB_CPUS_PER_NODE": "128", "THREADS_PER_CORE": "1"}, "batch 2 32 2", 64),
-        ({"JOB_CPUS_PER_NODE": "8", "THREADS_PER_CORE": "1"}, "batch 2 32 2", 8),
+        ({"JOB_CPUS_PER_NODE": "128(x2),64"}, "batch 2 32 1 64", 64),
+        ({"JOB_CPUS_PER_NODE": "128(x2)"}, "batch 2 32 2 128", 64),
+        ({"JOB_CPUS_PER_NODE": "64(x2)"}, "batch 2 32 2 64", 64),
+        ({"JOB_CPUS_PER_NODE": "128", "THREADS_PER_CORE": "1"}, "batch 2 32 2 128", 64),
+        ({"JOB_CPUS_PER_NODE": "8", "THREADS_PER_CORE": "1"}, "batch 2 32 2 128", 8),
         ({"JOB_CPUS_PER_NODE": "8"}, "", 8),
     ],
 )
@@ -320,7 +322,7 @@ def test_salloc_on_the_login_host_counts_the_cores_of_the_job(programs, variable
 
 
 def test_a_host_of_a_slurm_job_has_no_more_cores_than_the_job_has_on_it(monkeypatch):
-    monkeypatch.setattr(launchers, "cores_here", lambda: 4)
+    monkeypatch.setattr(launchers, "cores_here", lambda **_: 4)
     for cpus, cores in ((2, 2), (8, 4)):
         environ = {"SLURM_JOB_CPUS_PER_NODE": str(cpus), "SLURMD_NODENAME": "n1"}
         assert launchers.cores_of_hosts(environ) == cores
@@ -331,3 +333,6 @@ def test_a_container_has_the_cores_of_its_quota(monkeypatch):
     monkeypatch.setattr(launchers, "physical_cores", lambda _: {*range(64)})
     monkeypatch.setattr(launchers, "cpu_quota", lambda: 2.5)
     assert launchers.cores_here() == 3
+    here = socket.gethostname()
+    for hosts, cores in (([], 3), (["a", f"{here}.a.b"], 3), (["a", "b"], 64)):
+        assert launchers.cores_of_hosts({}, hosts) == cores, "the others have their own"

@@ -348,7 +348,12 @@ def test_two_tables_of_rotations_that_differ_are_refused(tmp_path):
     same = config | {"rope_scaling": config["rope_parameters"]}
     settings.write_text(json.dumps(same), encoding="utf-8")
     start(tmp_path, model())
-    settings.write_text(json.dumps(same | {"rope_scaling": LLAMA3}), encoding="utf-8")
+    theta = config["rope_parameters"]["rope_theta"]
+    alike = same | {"rope_scaling": {"type": "default"}, "rope_theta": theta}
+    settings.write_text(json.dumps(alike), encoding="utf-8")
+    start(tmp_path, model())
+    other = {**LLAMA3, "original_max_position_embeddings": 8192}
+    settings.write_text(json.dumps(same | {"rope_scaling": other}), encoding="utf-8")
     with pytest.raises(ConfigError, match="rope_scaling and rope_parameters differ in the config"):
         start(tmp_path, model())
 

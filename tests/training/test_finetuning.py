@@ -143,10 +143,32 @@ def test_what_is_neither_taken_from_the_weights_nor_trained_is_refused(tmp_path)
     given = ["--checkpoint.weights", str(base(tmp_path / "base")), "--run.steps", "1"]
     given += ["--checkpoint.exclude+", "blocks.0.norm_mlp.*"]
     with pytest.raises(
-        ConfigError, match=r"leave out blocks.0.norm_mlp.weight, .* would stay random, as"
+        ConfigError, match=r"leave out blocks.0.norm_mlp.weight, .* would keep initial values"
     ):
         make(config(tmp_path / "run", *LORA, *given), alone()).train()
     make(config(tmp_path / "run", "--finetune.patterns+", "*.norm_mlp.*", *given), alone()).train()
+
+
+@pytest.mark.mpi(min_size=4)
+def test_biases_that_the_weights_were_trained_without_stay_zero(job, together):
+    weights = together / "weights"
+    given = [*LORA, "--checkpoint.weights", str(weights), "--checkpoint.exclude+", "*bias"]
+    given += ["--run.steps", "1", "--memory.zero", "1", "--parallel.tp", "2"]
+    if job.world.rank == 0:
+        tensors = load_file(base(weights))
+        save_file({name: t for name, t in tensors.items() if not name.endswith("bias")}, weights)
+    job.world.barrier()
+    job_of(config(together / "run", *given), job).train()
+    message = ""
+    try:
+        settings = config(together / "random", *given, "--checkpoint.exclude+", "*.down.weight")
+        job_of(settings, job).train()
+    except ConfigError as error:
+        message = str(error)
+    biases = [t for name, t in saved(together / "run").items() if name.endswith("bias")]
+    assert biases
+    assert not any(tensor.any() for tensor in biases)
+    assert "leave out blocks.0.mlp.down.weight, which would keep initial values" in message
 
 
 def test_a_run_goes_on_with_its_adapters_and_not_with_others(tmp_path):

@@ -56,10 +56,12 @@ class NodeCores:
     Args:
         cores: physical cores, of the smallest node of a partition.
         hardware_threads: hardware threads of each core.
+        cpus_of_core: what the scheduler counts for each core: its hardware threads, or 1.
     """
 
     cores: int
     hardware_threads: int
+    cpus_of_core: int
 
 
 class Scheduler:
@@ -128,8 +130,13 @@ class Scheduler:
         """A directive as a line of the script."""
         return f"{self.sign} {directive}"
 
-    def launch_words(self, asked: Resources) -> list[str]:
-        """What `hpc-train launch` has to be told of the ranks, because the scheduler does not."""
+    def launch_words(self, asked: Resources, environ: Mapping[str, str]) -> list[str]:
+        """What `hpc-train launch` has to be told of the ranks, because the scheduler does not.
+
+        Args:
+            asked: what the job asks for.
+            environ: the variables that the job sets.
+        """
         if self.slots_are_cores and asked.threads > 1:
             return ["--ranks_per_node", str(asked.ranks_per_node)]
         return [] if self.tells_hosts else ["-np", str(asked.ranks)]

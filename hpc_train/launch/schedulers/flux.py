@@ -78,7 +78,7 @@ class Flux(Scheduler):
         """Nothing: Flux says how much time is left."""
         return []
 
-    def launch_words(self, asked: Resources) -> list[str]:
+    def launch_words(self, asked: Resources, environ: Mapping[str, str]) -> list[str]:
         """The ranks of a host, which Flux does not know."""
         return ["--ranks_per_node", str(asked.ranks_per_node)]
 

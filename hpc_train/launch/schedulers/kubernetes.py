@@ -79,9 +79,11 @@ class MpiJob(Scheduler):
             limits[asked.gpu_option] = asked.gpus
         return _yaml(tree)
 
-    def launch_words(self, asked: Resources) -> list[str]:
+    def launch_words(self, asked: Resources, environ: Mapping[str, str]) -> list[str]:
         """What `hpc-train launch` has to be told: the launcher's pod has other cores than these."""
-        return ["--cores", str(asked.ranks_per_node * asked.threads)]
+        given = environ.get("OMP_NUM_THREADS", "")
+        threads = int(given) if given.isdecimal() and int(given) else asked.threads
+        return ["--cores", str(asked.ranks_per_node * threads)]
 
     def queue(self, batch: BatchJob, after: str = "") -> list[str]:
         """Create the configuration and the job in the cluster; returns the job's name."""

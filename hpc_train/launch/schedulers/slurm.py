@@ -143,16 +143,20 @@ class Slurm(Scheduler):
             queue: the partition; "" is the default one.
             nodes: the nodes, as a list of SLURM's; "" stands for all.
         """
-        words = ["sinfo", "-h", "-o", "%P %X %Y %Z", *([f"--nodes={nodes}"] if nodes else [])]
+        words = ["sinfo", "-h", "-o", "%P %X %Y %Z %c", *([f"--nodes={nodes}"] if nodes else [])]
         told = programs.output(*words, timeout=SINFO_SECONDS, needs_success=True)
         fewest = math.inf
         found = None
         for name, *numbers in filter(None, map(str.split, told.splitlines())):
             counts = [int(n.rstrip("+")) for n in numbers if re.fullmatch(r"\d+\+?", n)]
             chosen = name.rstrip("*") == queue if queue else name.endswith("*")
-            if chosen and len(counts) == 3 and counts[0] * counts[1] < fewest:
-                fewest = counts[0] * counts[1]
-                found = NodeCores(counts[0] * counts[1], counts[2])
+            if not chosen or len(counts) != 4:
+                continue
+            sockets, cores, threads, cpus = counts
+            if sockets * cores < fewest:
+                fewest = sockets * cores
+                # A site may have told SLURM to count cores though they have several threads.
+                found = NodeCores(fewest, threads, max(1, cpus // fewest))
         return found
 
 

@@ -191,8 +191,27 @@ def _computes_otherwise(what: str) -> ConfigError:
 
 
 def _rope(about: Mapping[str, Any]) -> dict[str, float]:
-    """The keys of rotations, as transformers takes them."""
-    given = _rope_table(about)
+    """The keys of rotations. transformers 5 writes `rope_parameters`, older ones `rope_scaling`.
+
+    Raises:
+        ConfigError: ours has other rotations, or there are two tables that differ.
+    """
+    tables = [about[key] for key in ("rope_scaling", "rope_parameters") if about.get(key)]
+    first, *others = [_rotations(about, table) for table in tables or [{}]]
+    if any(other != first for other in others):
+        raise ConfigError(
+            "rope_scaling and rope_parameters differ in the config.json of checkpoint.weights",
+            "leave there the one with which the weights were trained",
+        )
+    return first
+
+
+def _rotations(about: Mapping[str, Any], given: Any) -> dict[str, float]:
+    """The keys of rotations of a table, as transformers takes them."""
+    if not isinstance(given, dict):
+        raise _computes_otherwise(f"rope_scaling is {given}, ours has a table")
+    if nested := [key for key, value in given.items() if isinstance(value, dict)]:
+        raise _computes_otherwise(f"{nested[0]} has rotations of its own")
     theta = size_in({**about, **given}, "rope_theta", 10000.0)
     how = given.get("rope_type", given.get("type", "default"))
     if how == "default":
@@ -205,26 +224,6 @@ def _rope(about: Mapping[str, Any]) -> dict[str, float]:
         if given.get(key, value) != value:
             raise _computes_otherwise(f"{key} is {given[key]}, ours has {value:g}")
     return {"rope_theta": theta, "rope_factor": size_in(given, "factor", 1.0)}
-
-
-def _rope_table(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of rotations. transformers 5 writes `rope_parameters`, older ones another key.
-
-    Raises:
-        ConfigError: that is no table, or there are two that differ, or one for each type of layer.
-    """
-    tables = [about[key] for key in ("rope_scaling", "rope_parameters") if about.get(key)]
-    given = tables[0] if tables else {}
-    if any(other != given for other in tables):
-        raise ConfigError(
-            "rope_scaling and rope_parameters differ in the config.json of checkpoint.weights",
-            "leave there the one with which the weights were trained",
-        )
-    if not isinstance(given, dict):
-        raise _computes_otherwise(f"rope_scaling is {given}, ours has a table")
-    if nested := [key for key, value in given.items() if isinstance(value, dict)]:
-        raise _computes_otherwise(f"{nested[0]} has rotations of its own")
-    return given
 
 
 def _check_length(about: Mapping[str, Any], sequence: int) -> None:
