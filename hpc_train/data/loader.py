@@ -16,7 +16,7 @@ from hpc_train.data.leaves import fewer_rows
 from hpc_train.data.methods import ahead_of
 from hpc_train.data.mixture import datasets_in
 from hpc_train.data.order import SampleOrder, samples_said
-from hpc_train.data.pickled import deep_copy_of
+from hpc_train.data.pickled import deep_copies_of
 from hpc_train.data.pinned import pinned
 from hpc_train.data.reader import Reader
 from hpc_train.data.workers import Processes, Task, Threads
@@ -398,7 +398,7 @@ class Loader:
         readers = [self.reader]
         try:
             one = self.reader.dataset
-            copies = [deep_copy_of(one, datasets_in(one)) for _ in range(self.workers - 1)]
+            copies = deep_copies_of(one, datasets_in(one), self.workers - 1)
             readers += [Reader(one, None, self.reader.collate_fn) for one in copies]
         except Exception as error:  # noqa: BLE001  # whatever copying somebody's objects raises
             logger.info(

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hpc_train.data.tokenizer import as_recorded, describe_tokenizer
+from hpc_train.data.tokenizer import BYTES, NO_TOKENIZER, as_recorded, describe_tokenizer
 from hpc_train.errors import DataError, plural
 
 FILE_NAME = "manifest.json"
@@ -136,7 +136,8 @@ class Manifest:
     Args:
         vocab: vocabulary size; tokens are numbers below it.
         dtype: the tokens' type, little-endian: uint8, uint16 or uint32.
-        tokenizer: "bytes", or the name of the tokenizer file in the folder.
+        tokenizer: "bytes", or the name of the tokenizer file in the folder; "none" if the
+            tokenizer is not known.
         documents: number of texts that the tokens come from.
         splits: the shards of "train" and, if there are any, of "validation".
     """
@@ -169,9 +170,12 @@ class Manifest:
 def hash_of_manifest(tree: Mapping[str, Any]) -> str:
     """The hash that a manifest's file has under the key `hash`: BLAKE2b of its other keys.
 
-    It is of their JSON text with sorted keys and without spaces, in UTF-8.
+    It is of their JSON text with sorted keys and without spaces, in UTF-8. A tokenizer "none"
+    counts as "bytes", which earlier versions wrote, so that runs on such data can be resumed.
     """
     content = {key: value for key, value in tree.items() if key != "hash"}
+    if content.get("tokenizer") == NO_TOKENIZER:
+        content["tokenizer"] = BYTES
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -243,7 +247,8 @@ def read_manifests(directories: Sequence[Path]) -> list[Manifest]:
                 f"{directories[0]} has one of {found[0].vocab}",
                 remedy,
             )
-        if text != texts[0]:
+        # Earlier versions wrote "bytes" for tokens without a tokenizer, too.
+        if text != texts[0] and {text, texts[0]} != {NO_TOKENIZER, BYTES}:
             raise DataError(f"{directory} has another tokenizer than {directories[0]}", remedy)
     return found
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import ctypes
 import io
+import math
 import mmap
 import os
 import pickle
+from bisect import bisect
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
@@ -18,6 +21,7 @@ import numpy as np
 import torch
 
 LARGE_CONTENT = 1 << 12  # bytes of a tensor or an array that does not go through the pickle
+_PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 
 
 class _Copying(ForkingPickler):
@@ -25,8 +29,8 @@ class _Copying(ForkingPickler):
 
     So this one copies them, and each memory once, however many tensors lie in it. What a data set
     itself has put into shared memory remains shared with a process that is being started. Large
-    contents are not in the pickle: `take` gets them. An array that is mapped from a file is mapped
-    again, as it may be larger than the memory.
+    contents are not in the pickle: `take` gets them. A file that arrays are mapped from is mapped
+    again, once for all of them, as it may be larger than the memory.
     """
 
     def __init__(self, stream: io.BytesIO, take: Callable[[memoryview], None]) -> None:
@@ -37,10 +41,14 @@ class _Copying(ForkingPickler):
             return content.nbytes < LARGE_CONTENT
 
         super().__init__(stream, 5, True, stays)
+        self._same: dict[int, bool] = {}  # whether a mapping is still that of its path's file
 
     def reducer_override(self, part: Any) -> Any:
-        if isinstance(part, np.ndarray) and (mapped := _mapping_of(part)) is not None:
-            return _map_again, mapped
+        if isinstance(part, np.ndarray) and (root := self._reachable(part)) is not None:
+            if part is root:
+                return np.memmap, _map_again(root)
+            place = part.ctypes.data - root.ctypes.data
+            return _view_of, (root, place, (part.dtype, part.shape, part.strides), type(part))
         if isinstance(part, torch.Tensor) and part.is_cuda and get_spawning_popen() is None:
             return _on_device, (part.detach().cpu(), part.device)  # torch only shares it
         if isinstance(part, torch.Tensor) and (part.is_conj() or part.is_neg()):
@@ -51,58 +59,66 @@ class _Copying(ForkingPickler):
             return NotImplemented
         return _storage, (pickle.PickleBuffer(_memory_of(part)),)
 
+    def _reachable(self, array: np.ndarray) -> np.memmap[Any, Any] | None:
+        """What `_root_of` finds, if its path still leads to the file that it is mapped from."""
+        if (root := _root_of(array)) is None:
+            return None
+        if id(root) not in self._same:
+            try:
+                np.memmap(*_map_again(root))  # the file may be too short now
+                inode = self._inodes[bisect(self._inodes, (root.ctypes.data, math.inf)) - 1][1]
+                self._same[id(root)] = Path(root.filename or "").stat().st_ino == inode
+            except (OSError, ValueError):
+                self._same[id(root)] = False
+        return root if self._same[id(root)] else None
 
-def _mapping_of(array: np.ndarray) -> tuple[Any, ...] | None:
-    """What `_map_again` needs to make an array; None: it is not mapped from a file.
+    @cached_property
+    def _inodes(self) -> list[tuple[int, int]]:
+        """Where each mapping of this process begins, and its file's inode; ordered."""
+        text = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        lines = [line.split(maxsplit=5) for line in text.split("\n") if line]
+        return [(int(one[0].partition("-")[0], 16), int(one[4])) for one in lines]
 
-    An array of mode "c" may have other values than the file, so it is copied.
+
+def _root_of(array: np.ndarray) -> np.memmap[Any, Any] | None:
+    """The array whose memory another one lies in, if that is mapped from a file.
+
+    Arrays of mode "c" may have other values than the file, so they have none.
     """
     if type(array) not in (np.ndarray, np.memmap) or not array.size or array.dtype.hasobject:
         return None
-    base: Any = array
-    while base is not None and not isinstance(base, np.memmap):
-        base = getattr(base, "base", None)
-    if base is None or base.mode == "c":
+    root: Any = array
+    while root is not None and not isinstance(getattr(root, "base", None), mmap.mmap):
+        root = getattr(root, "base", None)
+    if type(root) is not np.memmap or root.mode == "c" or root.filename is None:
         return None
-    mapping, path = getattr(base, "_mmap", None), base.filename
-    if mapping is None or path is None:
-        return None
-    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
-    low = array.ctypes.data + sum(step for step in steps if step < 0)
-    high = array.ctypes.data + sum(step for step in steps if step > 0) + array.itemsize
-    begin = np.frombuffer(mapping, np.uint8).ctypes.data
-    # The mapping begins at a page, which an array's own offset is in.
-    offset = base.offset - base.offset % mmap.ALLOCATIONGRANULARITY + low - begin
-    try:
-        if Path(path).stat().st_size < offset + high - low:
-            return None
-    except OSError:  # somebody has removed it
-        return None
-    mode = "r" if base.mode == "r" else "r+"
-    place = array.ctypes.data - low
-    form = array.dtype, array.shape, array.strides
-    return str(path), mode, offset, high - low, place, form, type(array)
+    return root
 
 
-def _map_again(
-    path: str, mode: Any, offset: int, nbytes: int, place: int, form: Any, of: type
-) -> np.ndarray:
+def _map_again(root: np.memmap[Any, Any]) -> tuple[Any, ...]:
+    """What makes an array of a whole mapping. What is written to it changes no file."""
+    mode = "r" if root.mode == "r" else "c"
+    order = "C" if root.flags.c_contiguous else "F"
+    return str(root.filename), root.dtype, mode, root.offset, root.shape, order
+
+
+def _view_of(root: np.ndarray, place: int, form: Any, of: type) -> np.ndarray:
     dtype, shape, strides = form
-    flat = np.memmap(path, np.uint8, mode, offset, (nbytes,))
-    first = flat[place : place + dtype.itemsize].view(dtype)
+    first = root.ravel("K").view(np.uint8)[place : place + dtype.itemsize].view(dtype)
     made = np.lib.stride_tricks.as_strided(first, shape, strides, subok=True)
     return made if of is np.memmap else np.asarray(made)
 
 
-def deep_copy_of(part: Any, datasets: Iterable[Any]) -> Any:
-    """A deep copy of an object for another thread. Arrays that are mapped from files are shared.
+def deep_copies_of(part: Any, datasets: Iterable[Any], count: int) -> list[Any]:
+    """Deep copies of an object for other threads. They share arrays that are mapped with mode "r".
 
     Args:
         part: the object.
         datasets: the data sets in it. Their attributes, and lists, tuples, dicts and further data
             sets in them, are searched for such arrays.
+        count: how many copies.
     """
-    memo: dict[int, Any] = {}
+    shared: dict[int, Any] = {}
     seen = set[int]()
     left = [value for one in datasets for value in getattr(one, "__dict__", {}).values()]
     while left:
@@ -110,15 +126,18 @@ def deep_copy_of(part: Any, datasets: Iterable[Any]) -> Any:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, np.ndarray) and _mapping_of(value) is not None:
-            memo[id(value)] = value
+        found: Iterable[Any] = ()
+        if isinstance(value, np.ndarray):
+            if (root := _root_of(value)) is not None and root.mode == "r":
+                shared[id(value)] = value
         elif isinstance(value, (list, tuple)):
-            left += value
+            found = value
         elif isinstance(value, dict):
-            left += value.values()
+            found = value.values()
         elif isinstance(value, torch.utils.data.Dataset):
-            left += vars(value).values()
-    return copy.deepcopy(part, memo)
+            found = vars(value).values()
+        left += [one for one in found if type(one) not in _PLAIN]  # lists of paths are long
+    return [copy.deepcopy(part, dict(shared)) for _ in range(count)]
 
 
 def _storage(content: Any) -> torch.UntypedStorage:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 GROUP_ROWS = 1 << 16  # the least rows of a row group, but the last one
 SHOWN_CLASSES = 5
-PART_FORMAT = 2  # a higher one, after parts have changed, continues no older predictions
+PART_FORMAT = 3  # a higher one, after parts have changed, continues no older predictions
 NUMBER_TYPES = ("int64", "float64", "string")  # of copied numbers: the first that has all digits
 ROW = "row"
 EXACT = 1 << 53  # float64 has each whole number below it
@@ -173,7 +173,9 @@ class PredictionColumns:
         every = predictions.reshape(len(numbers), len(self.values))
         arrays = [pa.array(numbers)]
         arrays += [
-            _exact(columns[as_text(name)]) if name in self.exact else _copied(columns[name])
+            _exact(columns[as_text(name)], columns[name])
+            if name in self.exact
+            else _copied(columns[name])
             for name in self.copies
         ]
         if self.target.task == "classification":
@@ -219,25 +221,32 @@ class PredictionColumns:
         return {"predictions": predictions, "target": target, "weight": weight[kept]}
 
 
-def _exact(values: Any) -> Any:
-    """Texts of numbers as an Arrow array of structs, with a field for each of NUMBER_TYPES.
+def _exact(texts: Any, values: Any) -> Any:
+    """A column of numbers as an Arrow array of structs, with a field for each of NUMBER_TYPES.
 
-    All fields are null where a value is missing, and one is where its type has not all digits.
+    All fields are null where a value is missing, and one is where its type has not all digits. Only
+    whole numbers are taken from their texts: those of float32, such as 0.1, are shortened.
+
+    Args:
+        texts: the texts of N rows.
+        values: the same values as numbers, float64 (N,).
     """
     pa = import_pyarrow()
-    numbers = [exact_number(text) for text in values.values]
+    missing = np.isnan(values)
+    used = {*texts.codes[~missing].tolist()}  # the others may be of rows that are left out
+    numbers = [
+        exact_number(text) if place in used else np.nan for place, text in enumerate(texts.values)
+    ]
     whole = [int(n) if n == n and abs(n) < EXACT and n == int(n) else n for n in numbers]
+    in_int64 = [n if isinstance(n, int) and -INT64 <= n < INT64 else None for n in whole]
+    in_float64 = [isinstance(n, float) or int(float(n)) == n for n in whole]
+    places = pa.array(texts.codes.astype(np.int32), mask=missing)
     fields = {
-        "int64": [n if isinstance(n, int) and -INT64 <= n < INT64 else None for n in whole],
-        "float64": [
-            float(n) if isinstance(n, float) or int(float(n)) == n else None for n in whole
-        ],
-        "string": values.values,
+        "int64": pa.array(in_int64, pa.int64()).take(places),
+        "float64": pa.array(values, mask=missing | ~np.array([*in_float64, False])[texts.codes]),
+        "string": pa.array(texts.values, pa.string()).take(places),
     }
-    missing = np.array([*(n != n for n in numbers), True])[values.codes]
-    places = pa.array(values.codes.astype(np.int32), mask=missing)
-    arrays = [pa.array(fields[of], getattr(pa, of)()).take(places) for of in NUMBER_TYPES]
-    return pa.StructArray.from_arrays(arrays, names=NUMBER_TYPES)
+    return pa.StructArray.from_arrays([fields[of] for of in NUMBER_TYPES], names=NUMBER_TYPES)
 
 
 def _copied(values: np.ndarray | Categories) -> Any:

@@ -307,10 +307,13 @@ def test_wrong_rows_end_it_or_are_left_out(trained, tmp_path):
         DataError, match="give values of the kind that .* had in training, or leave"
     ):
         predicted(trained, [numbered], tmp_path / "p.parquet")
-    made = predicted(trained, [source], tmp_path / "p.parquet", wrong="count", score=False)
+    how = {"wrong": "count", "score": False, "columns": ("size",)}
+    made = predicted(trained, [source], tmp_path / "p.parquet", **how)
     assert (made.rows, made.wrong, made.scores) == (49, 1, None)
-    rows = pd.read_parquet(tmp_path / "p.parquet")["row"].tolist()
-    assert rows == [*range(20), *range(21, 50)]
+    table = pd.read_parquet(tmp_path / "p.parquet")
+    kept = [*range(20), *range(21, 50)]
+    assert table["row"].tolist() == kept
+    assert table["size"].tolist() == [columns["size"][row] for row in kept]
 
 
 def test_predictions_that_were_stopped_continue(trained, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from hpc_train.data.pickled import copy_of, deep_copy_of
+from hpc_train.data.pickled import copy_of, deep_copies_of
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,45 @@ def test_a_mapped_array_whose_file_is_gone_is_copied(mapped):
     np.testing.assert_array_equal(copy_of(mapped), np.arange(4000))
 
 
-def test_threads_share_mapped_arrays(mapped):
+def test_a_mapped_array_whose_path_leads_to_another_file_is_copied(mapped):
+    other = Path(f"{mapped.filename}.new")
+    other.write_bytes(bytes(Path(mapped.filename).stat().st_size))
+    other.replace(mapped.filename)
+    np.testing.assert_array_equal(copy_of(mapped[5:])[:-1], np.arange(5, 3999))
+
+
+def test_all_views_of_a_file_are_mapped_again_together(mapped):
+    whole = np.memmap(mapped.filename, "<u2", "r", offset=6000, shape=(40, 100), order="F")
+    views = [whole[n : n + 2] for n in range(38)] + [np.asarray(whole)[:, n] for n in range(100)]
+    before = _times_mapped(mapped.filename)
+    made = copy_of(views)
+    assert _times_mapped(mapped.filename) == before + 1
+    for one, view in zip(made, views, strict=True):
+        np.testing.assert_array_equal(one, view)
+
+
+def _times_mapped(path):
+    return Path("/proc/self/maps").read_text().count(str(path))
+
+
+def test_what_is_written_to_a_copy_of_a_mapped_array_stays_there(mapped):
+    made = copy_of(mapped)
+    made[0] = 7
+    assert (made[0], mapped[0]) == (7, 0)
+
+
+def test_threads_share_mapped_arrays_that_nobody_can_write_to(mapped):
+    read = np.memmap(mapped.filename, "<u2", "r")
+
     class Tokens(torch.utils.data.Dataset):
         def __init__(self):
-            self.shards, self.own = [mapped, {"more": mapped[10:]}], np.ones(3)
+            self.shards, self.own, self.scratch = [read, {"more": read[10:]}], np.ones(3), mapped
 
     tokens = Subset(Tokens(), [0])
-    made = deep_copy_of(tokens, [tokens]).dataset
-    assert made.shards[0] is mapped
-    assert made.shards[1]["more"] is tokens.dataset.shards[1]["more"]
-    assert made is not tokens.dataset
-    assert made.own is not tokens.dataset.own
+    one, other = (made.dataset for made in deep_copies_of(tokens, [tokens], 2))
+    assert one.shards[0] is other.shards[0] is read
+    assert one.shards[1]["more"] is tokens.dataset.shards[1]["more"]
+    assert len({id(of) for of in (one, other, tokens.dataset)}) == 3
+    assert one.own is not tokens.dataset.own
+    one.scratch[0] = 7
+    assert other.scratch[0] == mapped[0] == 0

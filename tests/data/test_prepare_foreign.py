@@ -85,6 +85,18 @@ def test_tokens_without_a_tokenizer_are_not_those_of_bytes(tmp_path):
             loads(tokenizer_of(manifest, folder))
 
 
+def test_tokens_without_a_tokenizer_are_the_data_that_earlier_versions_made(tmp_path):
+    np.arange(VOCAB, dtype="<u2").tofile(tmp_path / "a.bin")
+    made, *_ = prepared([tmp_path / "a.bin"], tmp_path / "new", vocab=VOCAB)
+    with h5py.File(tmp_path / "new" / made.splits["train"][0].name) as file:
+        assert file.attrs["tokenizer"] == "unknown"
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    tree = {**json.loads(made.to_json()), "tokenizer": "bytes"}
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps(tree), encoding="utf-8")
+    new, old = read_manifests([tmp_path / "new", tmp_path / "old"])
+    assert new.digest == old.digest
+
+
 def test_raw_tokens_and_what_is_held_out(tmp_path, rows):
     every = np.concatenate(rows).astype("<u2")
     every.tofile(tmp_path / "train.bin")

@@ -205,7 +205,8 @@ def _about(recipe: TokenRecipe, parts: Sequence[InputPart]) -> dict[str, str]:
     names = [Path(part.file.path).name for part in parts]
     return {
         "schema": "tokens: consecutive tokens; documents: where documents begin among them",
-        "tokenizer": _tokenizer_name(recipe),
+        # As it always was: the manifest has the file's size, and a run is resumed on equal ones.
+        "tokenizer": _tokenizer_name(recipe) if recipe.tokenizer else "unknown",
         "source": some_of(names, NAMES_LOGGED),
     }
 
