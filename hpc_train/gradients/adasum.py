@@ -87,8 +87,7 @@ class AdasumAverager(BucketAverager):
         with self.group.waiting(self.awaited):
             heard = self._heard()
             if heard.changed:
-                added.check_added(self.group, self._new())
-                added.check_added_values(self.group, self._new())
+                added.check_alike(self.group, self._new())
                 self._replan()
                 heard = self._heard()  # once more, because `trained` has others now
         for parameter, used in zip(self.trained, heard.used.tolist(), strict=True):
