@@ -81,7 +81,7 @@ class _Copying(ForkingPickler):
 
 
 def _root_of(array: np.ndarray) -> np.memmap[Any, Any] | None:
-    """The array whose memory another one lies in, if that is mapped from a file.
+    """The array that is mapped from a file and has another array's memory; None if there is none.
 
     Arrays of mode "c" may have other values than the file, so they have none.
     """

@@ -95,19 +95,25 @@ def test_a_matrix_is_a_column_for_each_of_its_columns(tmp_path):
     ]
 
 
+def portion_of(path, numbers):
+    """The only portion of a new table whose column `n` has these numbers."""
+    if path.suffix == ".csv":
+        path.write_text("n\n" + "".join(f"{number}\n" for number in numbers))
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.table({"n": numbers}), path)
+    elif path.suffix == ".npz":
+        np.savez(path, n=numbers)
+    else:
+        with h5py.File(path, "w") as file:
+            file["n"] = numbers
+    [portion] = cut_tables(list_tables([path]))
+    return portion
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.npz", "a.h5"])
 def test_a_column_of_numbers_is_read_as_texts_too(tmp_path, name):
     numbers = (1 << 60) + np.arange(3)
-    if name == "a.csv":
-        (tmp_path / name).write_text("n\n" + "".join(f"{number}\n" for number in numbers))
-    elif name == "a.parquet":
-        pq.write_table(pa.table({"n": numbers}), tmp_path / name)
-    elif name == "a.npz":
-        np.savez(tmp_path / name, n=numbers)
-    else:
-        with h5py.File(tmp_path / name, "w") as file:
-            file["n"] = numbers
-    [portion] = cut_tables(list_tables([tmp_path / name]))
+    portion = portion_of(tmp_path / name, numbers)
     [batch] = read_rows(portion, schema_of(n="numeric"), texts=["n"])
     assert batch.columns["n"].tolist() == [float(1 << 60)] * 3
     assert batch.columns[as_text("n")].texts().tolist() == [*map(str, numbers)]
@@ -129,16 +135,7 @@ def test_whole_numbers_with_a_fill_value_keep_all_their_digits(tmp_path):
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.npz", "a.h5"])
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, name):
     numbers = np.arange(3 * BATCH_ROWS)
-    if name == "a.csv":
-        (tmp_path / name).write_text("n\n" + "".join(f"{number}\n" for number in numbers))
-    elif name == "a.parquet":
-        pq.write_table(pa.table({"n": numbers}), tmp_path / name)
-    elif name == "a.npz":
-        np.savez(tmp_path / name, n=numbers)
-    else:
-        with h5py.File(tmp_path / name, "w") as file:
-            file["n"] = numbers
-    [portion] = cut_tables(list_tables([tmp_path / name]))
+    portion = portion_of(tmp_path / name, numbers)
     batches = read_rows(portion, schema_of(n="numeric"))
     next(batches)
     os.utime(tmp_path / name)

@@ -271,7 +271,7 @@ def test_ranks_that_break_together_leave_a_checkpoint(job, together):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["both loops", "one loop", "Ctrl-C elsewhere"])
 def test_a_rank_that_breaks_alone_ends_all_with_its_name(job, together, kind, monkeypatch):
-    """Also if a checkpoint is due after the step: its collectives come later."""
+    """The line also comes if a checkpoint is due after the step."""
     monkeypatch.setattr(StopRequests, "interrupted", kind == "Ctrl-C elsewhere")
     mine, odd = Job(job, together, every=3), job.world.size - 1
     with pytest.raises(UserError, match=rf"^rank {odd} \(.*\) left the loop before its end, but"):

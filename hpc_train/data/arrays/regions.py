@@ -29,7 +29,7 @@ CACHE_BYTES = 64 << 20  # of decoded chunks that are kept for the next samples
 # between them, if that is at most GAPS times the bytes of the runs, or at most SMALL_SPAN bytes.
 GAPS = 4
 SMALL_SPAN = 1 << 18
-OPEN_CHECK_SECONDS = 0.01  # so often at most it is looked whether an open file has changed
+OPEN_CHECK_SECONDS = 0.01  # between two looks whether an open file has changed
 MANY_CHUNKS = 1 << 12  # boxes of more chunks look only for those that are stored
 
 

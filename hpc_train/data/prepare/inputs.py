@@ -180,7 +180,7 @@ def decompressed(raw: Any, path: str, buffer: int = BUFFER_BYTES) -> io.Buffered
     """The content of a compressed file, by the ending of its name.
 
     Args:
-        raw: the file, of which only `read` is used.
+        raw: the file. Only its `read` is called.
         path: its path.
         buffer: how many bytes are decompressed at once.
 

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 TEXT_PIECE_BYTES = 1 << 20  # of text that is encoded at once
 LINE_BYTES = 4096
 SNIFFED_BYTES = 1 << 16  # of each file, to see whether it is text
-# To estimate the size of a compressed text, at least so much of the text and so much of the file is
-# read, in pieces so small that what is read ahead does not matter.
+# The size of a compressed text is estimated from its beginning, which has at least these bytes of
+# the text and of the file. It is read in small pieces, so that few bytes are read ahead.
 SNIFFED_TEXT_BYTES, SNIFFED_RAW_BYTES, SNIFFED_PIECE_BYTES = 1 << 20, 1 << 16, 1 << 12
 MOST_SNIFFED_BYTES = 1 << 26  # of a text, however well it is compressed
 SNIFFERS = 8  # threads; a file system over a network takes milliseconds to open a file
@@ -135,7 +135,7 @@ def _sniffed(file: InputFile) -> InputFile | None:
 
 
 def _estimated(file: InputFile, raw: BinaryIO, stream: Any, made: int) -> int:
-    """About how many bytes a compressed text has, of which some are made already."""
+    """Estimate the bytes of a compressed text. `made` of them are decompressed already."""
     while made < MOST_SNIFFED_BYTES:
         if made >= SNIFFED_TEXT_BYTES and raw.tell() >= SNIFFED_RAW_BYTES:
             break

@@ -309,7 +309,7 @@ def _hdf5_batches(
 def _meant(values: np.ndarray, stored: Stored, *, truth: bool) -> np.ndarray:
     """The values that the file's type and the CF conventions' attributes make of stored ones.
 
-    Missing ones are masked in whole numbers, of which floats would not have all digits.
+    In whole numbers the missing ones are masked, because floats would not hold all digits.
     """
     if (stored.scale, stored.add) == (1.0, 0.0) and (truth or values.dtype.kind != "f"):
         # Their texts are those of truth values in other formats.
