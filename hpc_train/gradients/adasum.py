@@ -119,6 +119,17 @@ class AdasumAverager(BucketAverager):
             "leave the closure out, or use reduction mean",
         )
 
+    def follow(self, optimizer: Optimizer) -> None:
+        """Refuse another optimizer, whose steps nobody would combine.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "reduction adasum combines the steps of one optimizer, and averager.follow was called",
+            "give one optimizer all parameters, or use reduction mean",
+        )
+
     def _after_step(self) -> None:
         """Replace the step by the combination of all ranks' steps."""
         super()._after_step()

@@ -89,6 +89,9 @@ class GradientAverager(Protocol):
 
         Args:
             optimizer: trains a part of the model as well, and has no averager of its own.
+
+        Raises:
+            UserError: the reduction is adasum.
         """
 
     def expect(self, passes: int) -> None:

@@ -135,7 +135,7 @@ class Loop(Stepping):
             self.averager, model, optimizer, self.collectives, self.scaler, divided=options.divided
         )
         owned = not options.divided or group.rank == 0
-        own = bool(options.memory.stage) or options.gradients.average_every > 1
+        own = bool(memory.stage) or gradients.average_every > 1 or gradients.reduction == "adasum"
         more = {"copied": options.background, "owned": owned, "own_gradients": own}
         more["scaled"] = self.scaler is not None and self.scaler.dynamic
         self.registered = Registered(group, optimizer, model, beside, **more)

@@ -145,7 +145,7 @@ class Registered(ExtraState):
         if isinstance(thing, GradScaler) and self.own_gradients:
             raise UserError(
                 "torch's GradScaler looks at each rank's own gradients, which differ between "
-                "ranks with zero and with average_every",
+                "ranks with zero, average_every and reduction adasum",
                 'give the loop precision="float16", whose scale all ranks agree on',
             )
 
@@ -153,9 +153,9 @@ class Registered(ExtraState):
         """Refuse another optimizer of the model where only the loop's own can step."""
         if self.own_gradients:
             raise UserError(
-                f"{what} was given another optimizer of the model, and zero and average_every work "
-                "with one optimizer",
-                "leave zero and average_every out",
+                f"{what} was given another optimizer of the model, and zero, average_every and "
+                "reduction adasum work with one optimizer",
+                "leave zero, average_every and adasum out",
             )
         if self.scaled:
             raise UserError(

@@ -437,6 +437,7 @@ def test_mistakes_are_one_line(program, tmp_path):
     assert "which is not given" in refused(program.train("run", "--checkpoint.exclude+", "*bias"))
 
 
+@pytest.mark.slow("imports transformers, and starts a program")
 def test_a_gpt2_folder_tells_which_keys_to_set(gpt2, program, tmp_path):
     gpt2.save_pretrained(tmp_path / "gpt2")
     options = ["--checkpoint.weights", str(tmp_path / "gpt2")]

@@ -515,6 +515,14 @@ def test_adasum_refuses_a_step_with_a_closure(job):
     assert "a step with a closure was called" in failures[0]
 
 
+@pytest.mark.mpi(min_size=2)
+def test_adasum_refuses_a_second_optimizer(job):
+    model, _, averager = make(job.world, reduction="adasum")
+    failures = failure_of(lambda: averager.follow(torch.optim.SGD(model.parameters(), lr=0.1)))
+    averager.close()
+    assert "combines the steps of one optimizer" in failures[0]
+
+
 @pytest.mark.mpi(min_size=4)
 def test_adasum_over_a_part_of_the_job_is_refused(job):
     runtime.start_horovod(job.world, [[0, 1], [2, 3]])
