@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -164,6 +165,14 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, [text.encode()])
 
 
+def partial_of(path: Path) -> Path:
+    """A new hidden name beside a file, for its content until that is complete.
+
+    Two hosts may write the file at once, and in containers their processes have the same numbers.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+
+
 def write_whole(path: Path, parts: Iterable[Buffer], mode: int = 0o666) -> None:
     """Do the same as `write_text` with bytes, also with more than fit into memory.
 
@@ -172,7 +181,7 @@ def write_whole(path: Path, parts: Iterable[Buffer], mode: int = 0o666) -> None:
         parts: the content, in parts. They may come from the file itself.
         mode: the rights of the file, before the umask.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = partial_of(path)
     try:
         create(partial, parts, os.O_TRUNC, mode)
         rename(partial, path)

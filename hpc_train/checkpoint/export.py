@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -183,7 +182,7 @@ def write_tensors(
     Raises:
         ConfigError: it cannot be written.
     """
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = files.partial_of(target)
     pickled = partial.with_suffix(".pickled")
     try:
         _write_safetensors(forms, tensors, partial, about or {})
