@@ -165,7 +165,7 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, [text.encode()])
 
 
-def partial_of(path: Path) -> Path:
+def partial_name(path: Path) -> Path:
     """A new hidden name beside a file, for its content until that is complete.
 
     Two hosts may write the file at once, and in containers their processes have the same numbers.
@@ -181,7 +181,7 @@ def write_whole(path: Path, parts: Iterable[Buffer], mode: int = 0o666) -> None:
         parts: the content, in parts. They may come from the file itself.
         mode: the rights of the file, before the umask.
     """
-    partial = partial_of(path)
+    partial = partial_name(path)
     try:
         create(partial, parts, os.O_TRUNC, mode)
         rename(partial, path)

@@ -3,8 +3,10 @@
 For a run:
 store       what a run calls: save, poll, finish, resume
 policy      how checkpoints are saved, and which are kept
-state       the tensors of a model and its optimizer by name, and what else is saved
-content     all that is saved and restored; what of it a rank holds
+content     all that is saved and restored
+state       a model's tensors by name, and what else is saved
+optimizer_state  the slots of its optimizer by name, saved and made again
+holdings    the tensors that a rank holds, looked at before each save
 buffers     the same buffers on all replicas; a warning where they differed
 checks      whether it can be saved, is the same on all replicas, and is finite
 claim       one writer for a directory

@@ -10,7 +10,8 @@ from torch import Tensor
 from hpc_train import files
 from hpc_train.checkpoint.export import Conversion, check_absent, write_tensors
 from hpc_train.checkpoint.merged import MergedTensors
-from hpc_train.checkpoint.state import OPTIMIZER, parameter_of
+from hpc_train.checkpoint.optimizer_state import parameter_of
+from hpc_train.checkpoint.state import OPTIMIZER
 from hpc_train.errors import ConfigError
 from hpc_train.models.lora import is_adapter
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer, RMSprop
-
-from hpc_train.checkpoint import checks, restore, state
+from hpc_train.checkpoint import checks, optimizer_state, restore, state
 from hpc_train.checkpoint.background import enough_memory
 from hpc_train.checkpoint.buffers import BufferForms, Buffers, check_forms, forms_of, make_late
 from hpc_train.checkpoint.checks import Batch, batches_to_check, parts_are_finite
-from hpc_train.checkpoint.fileformat import EXTENT_BYTES, LocalTensor
+from hpc_train.checkpoint.fileformat import EXTENT_BYTES
+from hpc_train.checkpoint.holdings import Holdings
 from hpc_train.checkpoint.parts import Parts
 from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.state import TrainingState
@@ -31,133 +28,7 @@ from hpc_train.mpi.group import Group
 
 logger = logging.getLogger(__name__)
 
-PLAIN = (bool, int, float, str, type(None))  # values that cannot change without being replaced
-SLOTS_OF_OPTIONS = (
-    ((Adam, AdamW), "amsgrad", "max_exp_avg_sq"),
-    (RMSprop, "centered", "grad_avg"),
-    (RMSprop, "momentum", "momentum_buffer"),
-)
-"""Options with which these optimizers need a further slot, made in the first step only."""
 _COPIES = "copies of the tensors"  # what needs memory
-Seen: TypeAlias = "tuple[tuple[list[Any], ...], list[Hashable]]"
-"""What tells one look at a rank's tensors from another: see `Holdings._walk`."""
-
-
-class Holdings:
-    """This rank's tensors of a model and its optimizer, as parts of a checkpoint.
-
-    They are collected anew only if something other than their numbers has changed.
-
-    Args:
-        trained: model and optimizer.
-    """
-
-    def __init__(self, trained: TrainingState) -> None:
-        self.trained = trained
-        self.parts = Parts({})
-        self.values: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-        """What is saved of model and optimizer besides tensors, by key of the state."""
-        self.trained_names: list[str] = []
-        """The names of the parameters that require gradients."""
-        self.pieces: set[str] = set()
-        """The names of the divided parameters: each rank holds its own piece of them."""
-        self._seen: Seen | None = None
-        self._tensors: list[Tensor] = []  # keeps them alive: a freed tensor's id would come again
-        self._held: dict[str, LocalTensor] = {}
-        self._odd: set[str] = set()  # tensors that are not contiguous, which are saved as copies
-        self._buffers: set[str] = set()
-        self._passing: set[str] = set()  # what `parts` has for one save only
-
-    def forget(self) -> None:
-        """Drop all tensors, because others take their place."""
-        self.parts, self._held, self._tensors, self._seen = Parts({}), {}, [], None
-        self._odd, self._buffers, self._passing = set(), set(), set()
-
-    def look(self, more: Mapping[str, LocalTensor], *, copy_buffers: bool) -> bool:
-        """Bring `parts` up to date.
-
-        Args:
-            more: other tensors to save, by name.
-            copy_buffers: whether buffers are copied, because a forward pass may change them before
-                the save has ended.
-
-        Returns:
-            Whether tensors, their forms, parts or owners, or `values` are others than last time.
-
-        Raises:
-            UserError: a checkpoint cannot hold all of them.
-        """
-        tensors, seen = self._walk(more)
-        changed = seen is None or seen != self._seen
-        if changed:
-            self._seen = None
-            checks.check_savable(self.trained)
-            trained = self.trained
-            of_model = state.model_tensors(trained.model, trained.shards, trained.streamed)
-            self._held = of_model | state.optimizer_tensors(trained)
-            self.values = {
-                "model": state.model_values(self.trained),
-                "optimizer": state.optimizer_values(self.trained),
-            }
-            self._odd = {n for n, part in self._held.items() if not part.tensor.is_contiguous()}
-            self._buffers = state.buffer_names(self.trained)
-            self.trained_names = state.names_with_gradients(self.trained)
-            self.pieces = state.names_of_pieces(self.trained)
-            self.parts = Parts({n: p for n, p in self._held.items() if n not in self._odd})
-            self._tensors, self._seen = tensors, seen
-        for name in self._odd | self._buffers:
-            part = self._held[name]
-            if name in self._odd or copy_buffers:
-                copied = part.tensor.clone(memory_format=torch.contiguous_format)
-                part = replace(part, tensor=copied)
-            self.parts.put(name, part)
-        for name, part in more.items():
-            self.parts.put(name, replace(part, tensor=part.tensor.contiguous()))
-        self._passing = self._odd | self._buffers | more.keys()
-        return changed
-
-    def release(self) -> None:
-        """Free the copies that `parts` has for one save only."""
-        for name in self._passing:
-            self.parts.drop(name)
-        self._passing = set()
-
-    def _walk(self, more: Mapping[str, LocalTensor]) -> tuple[list[Tensor], Seen | None]:
-        """All tensors, and a value that stays equal as long as only their numbers change.
-
-        It is None if that cannot be told. A tensor that is the same object may have got other
-        `.data`, so the addresses are part of the value.
-        """
-        trained = self.trained
-        saved = trained.model.state_dict(keep_vars=True)
-        tensors = [value for value in saved.values() if isinstance(value, Tensor)]
-        marks: list[Hashable] = [*saved]
-        known = True
-        for group in trained.optimizer.param_groups:
-            for parameter in group["params"]:
-                marks.append(id(parameter))
-                for slot, value in trained.optimizer.state.get(parameter, {}).items():
-                    marks.append(slot)
-                    if isinstance(value, Tensor):
-                        tensors.append(value)
-                    elif isinstance(value, PLAIN):
-                        marks.append(value)
-                    else:
-                        known = False  # a list may have changed inside
-        marks += [(name, part.form, part.spec, part.owned) for name, part in more.items()]
-        if not known or any(tensor.layout is not torch.strided for tensor in tensors):
-            return tensors, None
-        # The strides and the size of a contiguous tensor tell its shape. Asking for the shape takes
-        # ten times as long.
-        forms = (
-            [*map(id, tensors)],
-            [*map(Tensor.data_ptr, tensors)],
-            [*map(Tensor.stride, tensors)],
-            [*map(Tensor.numel, tensors)],
-            [tensor.dtype for tensor in tensors],
-            [tensor.requires_grad for tensor in tensors],
-        )
-        return tensors, (forms, marks)
 
 
 class Content:
@@ -280,7 +151,7 @@ class Content:
             name: self.parts.size(name)
             for name in self.parts.held
             if (name.startswith(state.MODEL) and name not in self._holdings.pieces)
-            or (name.startswith(state.OPTIMIZER) and state.parameter_of(name) not in cut)
+            or (name.startswith(state.OPTIMIZER) and optimizer_state.parameter_of(name) not in cut)
         }
 
     def compare(self, step: int) -> None:
@@ -325,7 +196,7 @@ class Content:
         if self.replica.size > 1 or trained.pieces:
             return 0
         held = state.model_tensors(trained.model, trained.shards, trained.streamed)
-        every = [*held.values(), *state.optimizer_tensors(trained).values()]
+        every = [*held.values(), *optimizer_state.optimizer_tensors(trained).values()]
         extents = sum(part.tensor.nbytes for part in every) // EXTENT_BYTES + 2
         return -(-extents // self.group.size) * EXTENT_BYTES
 
@@ -354,14 +225,14 @@ class Content:
                 make_late(trained.model, reader.entries, saved.get("model", {}))
         of_model = state.model_tensors(trained.model, trained.shards, trained.streamed)
         forms = self.replica.united({name: part.form for name, part in of_model.items()})
-        names = self.replica.united(state.trained_names(trained))
+        names = self.replica.united(optimizer_state.trained_names(trained))
         entries, values = reader.entries, saved["optimizer"]
         with agreed(self.group):
             state.check_model(entries, forms, path)
             self._check_identity(saved["identity"], path)
-            state.check_slots(entries, values, names)
-            state.make_optimizer_state(trained, entries, values)
-        held = of_model | state.optimizer_tensors(trained) | self.more.expect(entries)
+            optimizer_state.check_slots(entries, values, names)
+            optimizer_state.make_optimizer_state(trained, entries, values)
+        held = of_model | optimizer_state.optimizer_tensors(trained) | self.more.expect(entries)
         contiguous = {
             name: replace(part, tensor=part.tensor.contiguous()) for name, part in held.items()
         }
@@ -373,7 +244,7 @@ class Content:
             state.put_module_extras(trained.model, saved.get("extra_state", {}), path)
         self.more.take(saved.get("more", {}))
         with agreed(self.group):  # now the options of the optimizer's groups are restored, too
-            _check_slots_of_options(trained.optimizer, path)
+            optimizer_state.check_slots_of_options(trained.optimizer, path)
         return saved
 
     def _grid(self) -> tuple[Group, Group] | tuple[()]:
@@ -417,15 +288,3 @@ class Content:
             return f"or {anew}"
         own = f"give another run.dir and --checkpoint.weights {shlex.quote(str(path))}"
         return f"{anew}, or keep only its weights: {own}"
-
-
-def _check_slots_of_options(optimizer: Optimizer, path: Path) -> None:
-    """Check that the state of a checkpoint has the slots that the optimizer's options need."""
-    for kind, option, slot in SLOTS_OF_OPTIONS:
-        for group in optimizer.param_groups if isinstance(optimizer, kind) else ():
-            states = [optimizer.state.get(parameter) for parameter in group["params"]]
-            if group.get(option) and any(state and slot not in state for state in states):
-                raise CheckpointMismatch(
-                    f"{path} was made without the optimizer's option {option}, so it has no {slot}",
-                    f"leave {option} out, or start anew in another directory",
-                )

@@ -182,7 +182,7 @@ def write_tensors(
     Raises:
         ConfigError: it cannot be written.
     """
-    partial = files.partial_of(target)
+    partial = files.partial_name(target)
     pickled = partial.with_suffix(".pickled")
     try:
         _write_safetensors(forms, tensors, partial, about or {})

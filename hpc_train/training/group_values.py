@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hpc_train.checkpoint.content import PLAIN
+from hpc_train.checkpoint.holdings import PLAIN
 from hpc_train.errors import CheckpointMismatch
 
 NESTED = 8  # a step may call others of the same optimizer

@@ -17,9 +17,10 @@ from hpc_train.checkpoint.checks import check_savable
 from hpc_train.checkpoint.export import export_model
 from hpc_train.checkpoint.fileformat import Entry, format_dtypes
 from hpc_train.checkpoint.inspection import differences
+from hpc_train.checkpoint.optimizer_state import check_slots
 from hpc_train.checkpoint.parts import as_bytes
 from hpc_train.checkpoint.policy import SavePolicy
-from hpc_train.checkpoint.state import TrainingState, check_slots
+from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.training.loop import Loop
