@@ -22,7 +22,8 @@ from hpc_train.parallel.gradients import LayoutGradients
 from hpc_train.parallel.linear import Deferred, ParallelLinear
 from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.recompute import RecomputeBlocks
-from hpc_train.parallel.stages import Stages, runs_of, stage_names
+from hpc_train.parallel.runs import runs_of, stage_names
+from hpc_train.parallel.stages import Stages
 from hpc_train.parallel.tensor import parallelize
 from hpc_train.sharding import ParameterSlice, SliceSpec
 

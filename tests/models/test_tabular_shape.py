@@ -12,7 +12,7 @@ from hpc_train.models.initial import InitialValues, unfilled
 from hpc_train.models.linear import Linear
 from hpc_train.models.shape import Division
 from hpc_train.models.tabular.sizes import TableSizes
-from hpc_train.parallel.stages import costs, stage_names
+from hpc_train.parallel.runs import costs, stage_names
 from tests.models.kept_bytes import kept_bytes
 from tests.models.test_tabular_module import KINDS, NUMERIC, rows, shape_of_kind
 

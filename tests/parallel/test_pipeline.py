@@ -18,8 +18,9 @@ from hpc_train.mpi.group import Group
 from hpc_train.parallel.linear import Deferred
 from hpc_train.parallel.pipeline import Pipeline
 from hpc_train.parallel.recompute import recompute
+from hpc_train.parallel.runs import runs_of, stage_names
 from hpc_train.parallel.schedule import Name, peak_live_formula
-from hpc_train.parallel.stages import Stages, runs_of, stage_names
+from hpc_train.parallel.stages import Stages
 from hpc_train.parallel.tensor import parallelize
 from hpc_train.parallel.transport import Message, Transport
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_train.errors import UserError
-from hpc_train.parallel.stages import Stages, costs, runs_of, stage_names
+from hpc_train.parallel.runs import costs, runs_of, stage_names
+from hpc_train.parallel.stages import Stages
 
 
 class Scaled(nn.Module):
