@@ -78,7 +78,8 @@ def launch(request: LaunchRequest) -> int:
     hosts = _hosts(request, allocation)
     if request.ranks_per_node:
         if not hosts:
-            raise UserError("--ranks_per_node needs hosts, and none is named", "give -np N")
+            remedy = "leave it out, or name hosts" if request.ranks else "give -np N in its place"
+            raise UserError("--ranks_per_node needs hosts, and none is named", remedy)
         hosts = [Host(host.name, request.ranks_per_node) for host in hosts]
     ranks = request.ranks or sum(host.slots for host in hosts)
     if not ranks:
