@@ -44,6 +44,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.optim import AdamW
@@ -53,7 +54,7 @@ from hpc_train.config.file import load
 from hpc_train.gradients import average_gradients
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.host.allocator import close_gaps, keep_freed_memory, return_freed_memory
-from hpc_train.host.memory import PeakMemory, proportional_bytes
+from hpc_train.host.memory import PeakMemory
 from hpc_train.models import GPT
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
@@ -212,7 +213,7 @@ def resident(group: Group) -> int:
     gc.collect()
     return_freed_memory()
     group.barrier()
-    found = proportional_bytes()
+    found = psutil.Process().memory_full_info().pss
     group.barrier()
     return found
 

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from benchmarks import harness
+from benchmarks.gradient_averaging import averager_step, plain_step
 from hpc_train.gradients.progress import Progress, ThreadProgress
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
@@ -114,26 +115,6 @@ def sum_all(averager: BucketAverager) -> None:
     progress.finish()
 
 
-def plain_step(batch: Batch) -> Callable[[], None]:
-    """The step of ranks that do not communicate."""
-    model, optimizer = build()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(*batch).backward()
-        optimizer.step()
-
-    return step
-
-
-def averaged_step(model: GPT, averager: BucketAverager, batch: Batch) -> None:
-    """The step of ranks that average gradients."""
-    averager.zero_grad()
-    model(*batch).backward()
-    averager.average()
-    averager.step()
-
-
 def measure(levels: Levels, rounds: int, size: int) -> tuple[harness.Samples, int]:
     """Measure all candidates in turn. Also returns the buckets' size in bytes. Collective."""
     group = levels.whole
@@ -146,11 +127,10 @@ def measure(levels: Levels, rounds: int, size: int) -> tuple[harness.Samples, in
         BACKWARD: partial(backward, group, build()[0], batch),
         WIRE: partial(wire, group, hooks),
         PROCESSORS: partial(processors, group, hooks),
-        CEILING: partial(repeated, group, plain_step(batch)),
+        CEILING: partial(repeated, group, plain_step(*build(), batch)),
     }
     for name, (model, averager) in ours.items():
-        step = partial(averaged_step, model, averager, batch)
-        candidates[name] = partial(repeated, group, step)
+        candidates[name] = partial(repeated, group, averager_step(model, averager, batch))
     samples = harness.in_turn(candidates, rounds)
     check(ours)
     for _, averager in ours.values():

@@ -106,8 +106,7 @@ class Starts:
             process.stdout.readline()
             below = psutil.Process(process.pid).children(recursive=True)
             others = [p for p in psutil.process_iter() if _is_of(p, self.folder, server)]
-            pids = {one.pid for one in (*below, *others)}
-            self.memory[kind] = sum(_proportional(pid) for pid in pids)
+            self.memory[kind] = sum(one.memory_full_info().pss for one in {*below, *others})
             process.communicate()
 
     def _words(self, kind: str, *, waits: bool) -> list[str]:
@@ -125,15 +124,6 @@ def _is_of(process: psutil.Process, folder: Path, server: str) -> bool:
         words = " ".join(process.cmdline())
         return str(folder) in words or f"/{server} " in words
     return False
-
-
-def _proportional(pid: int) -> int:
-    """Bytes of a process's memory. Memory that n processes share counts as an nth of its size."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    return 0
 
 
 def first_step(folder: Path, ranks: int, *options: str) -> Callable[[], float]:

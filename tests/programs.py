@@ -188,3 +188,13 @@ def wait_for_end(directory: Path, seconds: float) -> None:
         TimeoutError: a process of the folder has not ended by then.
     """
     wait_until(lambda: not processes_of(directory), seconds)
+
+
+def read_until(process, text):
+    """Read the output of a process up to a line with a text; returns what was read."""
+    read = []
+    for line in process.stdout:
+        read.append(line)
+        if text in line:
+            return "".join(read)
+    raise AssertionError("".join(read))

@@ -8,7 +8,6 @@ ranks of other replicas that hold the same.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from hpc_train.checkpoint.parts import Bytes, Parts, Specs, pieces_of, total
 from hpc_train.checkpoint.reading import BROKEN, patiently, read_extent, read_header
 from hpc_train.checkpoint.routes import NOBODY, Routes, extents_of
 from hpc_train.errors import CheckpointError
+from hpc_train.files import parsed_object
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
 
@@ -276,10 +276,7 @@ def load_state(reader: CheckpointReader, group: Group) -> dict[str, Any]:
 
 
 def _tree(path: Path, state: torch.Tensor) -> dict[str, Any]:
-    try:
-        tree = json.loads(state.numpy().tobytes())
-    except (ValueError, RecursionError):
-        tree = None
-    if not isinstance(tree, dict):
+    tree = parsed_object(state.numpy().tobytes())
+    if tree is None:
         raise CheckpointError(f"checkpoint {path}: its state is no JSON object", BROKEN)
     return tree

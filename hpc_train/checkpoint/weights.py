@@ -8,7 +8,6 @@ once, and a rank has one tensor in memory beside the model.
 from __future__ import annotations
 
 import fnmatch
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,6 +32,7 @@ from hpc_train.checkpoint.state import MODEL
 from hpc_train.collectives import connect
 from hpc_train.collectives.overwrite import overwrite
 from hpc_train.errors import CheckpointMismatch, ConfigError, DataError, some_of
+from hpc_train.files import parsed_object
 from hpc_train.models.lora import is_adapter
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
@@ -258,11 +258,8 @@ def _names_in(index: Path) -> list[str]:
 
 
 def _tree(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        tree = None
-    if not isinstance(tree, dict):
+    tree = parsed_object(path.read_bytes())
+    if tree is None:
         raise DataError(f"{path} is no JSON object", "get it again")
     return tree
 
@@ -301,11 +298,8 @@ def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = 
 
 def _told(metadata: Mapping[str, str] | None) -> dict[str, Any]:
     """What `hpc-train checkpoint export` has told of a model in a file; nothing by others."""
-    try:
-        about = json.loads((metadata or {}).get(ABOUT_KEY, "{}"))
-    except (ValueError, RecursionError):
-        return {}
-    return about if isinstance(about, dict) and isinstance(about.get("shape"), dict) else {}
+    about = parsed_object((metadata or {}).get(ABOUT_KEY, "")) or {}
+    return about if isinstance(about.get("shape"), dict) else {}
 
 
 def _converted(

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hpc_train.cli.shared_portions import run_on_files, share_portions
+from hpc_train.cli.shared_portions import add_row_options, run_on_files, share_portions
 from hpc_train.cli.verb import Parser, positive
 from hpc_train.errors import ConfigError, plural
 
@@ -56,23 +56,12 @@ def options() -> Parser:
         metavar="N",
         help="rows that the model computes at once (default: %(default)s)",
     )
-    made.add_argument(
-        "--wrong_rows",
-        choices=("raise", "count"),
-        default="raise",
-        help="end at a row with a wrong value, or leave such rows out and count them (default: "
-        "%(default)s)",
-    )
+    add_row_options(made)
     made.add_argument("--scores", metavar="FILE", help="write the scores to this JSON file")
     made.add_argument(
         "--no_scores",
         action="store_true",
         help="compute no scores, though the table has the target",
-    )
-    made.add_argument(
-        "--no_quoted_newlines",
-        action="store_true",
-        help="no quoted field of a CSV file has a line end in it, so that the files are read once",
     )
     return made
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hpc_train.cli.shared_portions import share_portions
+from hpc_train.cli.shared_portions import add_row_options, share_portions
 from hpc_train.cli.verb import positive
 from hpc_train.errors import plural
 
@@ -90,18 +90,7 @@ def add_table(kinds: Any) -> None:
         help="scale numbers by mean and standard deviation, or by median and quartiles (default: "
         "%(default)s)",
     )
-    table.add_argument(
-        "--wrong_rows",
-        choices=("raise", "count"),
-        default="raise",
-        help="end at a row with a wrong value, or leave such rows out and count them (default: "
-        "%(default)s)",
-    )
-    table.add_argument(
-        "--no_quoted_newlines",
-        action="store_true",
-        help="no quoted field of a CSV file has a line end in it, so that the files are read once",
-    )
+    add_row_options(table)
     table.add_argument(
         "--shard_mb",
         type=float,

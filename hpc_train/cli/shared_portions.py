@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
     from collections.abc import Callable, Sequence
     from typing import Any
 
@@ -80,3 +81,19 @@ def share_portions(
                 dealing.look()
                 time.sleep(WAIT_SECONDS)
     settle(world, failure)
+
+
+def add_row_options(parser: ArgumentParser) -> None:
+    """Add the options of how the rows of a table are read."""
+    parser.add_argument(
+        "--wrong_rows",
+        choices=("raise", "count"),
+        default="raise",
+        help="end at a row with a wrong value, or leave such rows out and count them (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--no_quoted_newlines",
+        action="store_true",
+        help="no quoted field of a CSV file has a line end in it, so that the files are read once",
+    )

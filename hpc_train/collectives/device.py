@@ -49,7 +49,6 @@ class DeviceCollectives:
     Args:
         group: two or more ranks, which have claimed a GPU each.
         device: this rank's GPU.
-        purpose: what the operations are for, as `Traffic` names it.
 
     Raises:
         SetupError: torch has no library for these GPUs, or it does not work.
@@ -57,13 +56,13 @@ class DeviceCollectives:
 
     claimed: ClassVar[bool] = False
 
-    def __init__(self, group: Group, device: torch.device, *, purpose: str) -> None:
+    def __init__(self, group: Group, device: torch.device) -> None:
         self.device = device
         with agreed(group):
             kind = _backend_for(device)
             self._gpu: Any = None if device.type == "cpu" else getattr(torch, device.type)
             self._stream: Any = self._gpu and self._gpu.Stream(device)
-        self._counted = group.waiting.traffic.of(f"{purpose} sums", group.link())
+        self._counted = group.waiting.traffic.of("gradient sums", group.link())
         self._store = _store(group)
         self.group = group.duplicate()
         self._begun = self._passed = 0

@@ -236,12 +236,12 @@ def device_way(
     opened: dict[str, DeviceCollectives] = {}
     found: dict[str, MakeSums] = {}
     if not two or options.two_level == "auto":
-        opened["NCCL"] = everyone = DeviceCollectives(group, device, purpose="gradient")
+        opened["NCCL"] = everyone = DeviceCollectives(group, device)
         found["NCCL"] = lambda buckets: DeviceSums(everyone, buckets)
     if two and not (found and options.deterministic):
         name = "NCCL in nodes, MPI between them"
         opened[name] = inside = made_on_all_nodes(
-            group, lambda: DeviceCollectives(levels.node, device, purpose="gradient")
+            group, lambda: DeviceCollectives(levels.node, device)
         )
         kind = Ring if levels.nodes <= RING_TRIED else Library
         found[name] = lambda buckets: made_on_all_nodes(

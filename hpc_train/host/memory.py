@@ -59,14 +59,6 @@ def _dropped_at_need(stat: dict[str, str]) -> int:
     return max(0, cached - of("file_dirty", "dirty") - of("file_writeback", "writeback"))
 
 
-def proportional_bytes() -> int:
-    """Bytes of this process now, of shared memory its share (Linux's PSS); 0 where it is unknown.
-
-    The kernel walks through all pages of the process, which takes long if there are many.
-    """
-    return _kilobytes("/proc/self/smaps_rollup", "Pss") << 10
-
-
 class PeakMemory:
     """The largest memory of this process since it was last asked.
 

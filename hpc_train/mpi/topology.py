@@ -29,11 +29,6 @@ class Topology:
     socket: tuple[int, ...]
 
     @classmethod
-    def alone(cls) -> Topology:
-        """The topology of one process; MPI is not started."""
-        return discover(Group(), Group())
-
-    @classmethod
     def of(cls, ranks: Sequence[tuple[int, str, int]]) -> Topology:
         """Make a topology.
 

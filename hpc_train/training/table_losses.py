@@ -47,8 +47,7 @@ class TableLoss:
             the mean.
 
     Raises:
-        ConfigError: the task has no classes, and class_weights is "balanced"; or the task is no
-            regression, and there are quantiles.
+        ConfigError: the task has no classes, and class_weights is "balanced".
     """
 
     together = 1  # the losses of rows do not depend on each other
@@ -60,11 +59,6 @@ class TableLoss:
         class_weights: ClassWeights = "none",
         quantiles: Sequence[float] = (),
     ) -> None:
-        if quantiles and target.task != "regression":
-            raise ConfigError(
-                f"model.quantiles is given, but the table's task is {target.task}",
-                "leave model.quantiles out: it is for a regression",
-            )
         if class_weights != "none":
             check_has_classes(target, "data.class_weights")
         self.target, self.quantiles = target, tuple(quantiles)

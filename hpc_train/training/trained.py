@@ -27,14 +27,12 @@ class TrainedModel:
     """A model with its trained weights, in eval mode.
 
     Args:
-        path: the checkpoint file.
         module: the model.
         shape: its shape.
         about: what the training has written down for readers of its checkpoints.
         hashes: the hashes of the file's content.
     """
 
-    path: Path
     module: nn.Module
     shape: Shape
     about: Mapping[str, Any]
@@ -69,7 +67,7 @@ def load_model(
             adapters.add_to(module)
         module.to(device, getattr(torch, about["dtype"]))
     restore.load_tensors(reader, state.model_tensors(module, {}), group, alike=group)
-    return TrainedModel(path, module.eval(), shape, about, reader.table)
+    return TrainedModel(module.eval(), shape, about, reader.table)
 
 
 def _check(path: Path, saved: Mapping[str, Any], reads: Reads) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from hpc_train.launch.launchers import cores_here
 from tests.conftest import small_program
-from tests.programs import ENVIRON, LAUNCHED, hpc_train, only_line, ranks_of, run
+from tests.programs import ENVIRON, LAUNCHED, hpc_train, only_line, ranks_of, read_until, run
 from tests.waiting import PATIENCE
 
 OPTIONS = ("--run.steps", "80", "--checkpoint.every", "20", "--gradients.engine", "mpi")
@@ -45,15 +45,6 @@ def launched(*words, cwd=None, on_hangup=signal.SIG_DFL):
 
 def training(program, *options):
     return "train", str(program.config), "--run.dir", str(program.root / "run"), *options
-
-
-def read_until(process, text):
-    read = []
-    for line in process.stdout:
-        read.append(line)
-        if text in line:
-            return "".join(read)
-    raise AssertionError("".join(read))
 
 
 def journal(program):

@@ -15,7 +15,7 @@ import pytest
 from hpc_train.launch.batch import text
 from hpc_train.launch.resources import Resources
 from tests.cluster.hosts import hosts
-from tests.cluster.slurm import CONFIGURATION, Slurm, slurm, why_not
+from tests.cluster.slurm import CONFIGURATION, Slurm, slurm
 from tests.launch.job_shell import PLAIN, SAVES
 from tests.waiting import wait_until
 
@@ -26,13 +26,6 @@ PartitionName=high Nodes=ALL PriorityTier=9
 """
 MODES = ["requeue", "submit"]
 SETTLED = 12  # seconds; a requeued job waits 5 to 7 for its next start
-
-
-@pytest.fixture(scope="module", autouse=True)
-def possible():
-    """Asked when the first test runs: ranks that only collect this module start nothing."""
-    if why_not():
-        pytest.skip(why_not())
 
 
 @pytest.fixture(scope="module")

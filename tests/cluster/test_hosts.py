@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.hosts import ROOT, hosts, why_not
+from tests.cluster.hosts import ROOT, hosts
 from tests.programs import run
 
 PLACE = "from tests.cluster import place; place.main()"
@@ -36,13 +36,6 @@ with hosts(2, 1) as cluster:
     print(*cluster.processes(), flush=True)
     sys.stdin.read()
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def possible():
-    """Asked when the first test runs: ranks that only collect this module start nothing."""
-    if why_not():
-        pytest.skip(why_not())
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import hosts, write_script
-from tests.cluster.slurm import Slurm, slurm, why_not
+from tests.cluster.slurm import Slurm, slurm
 from tests.conftest import small_program
 from tests.programs import ENVIRON, LAUNCHED, Program, hpc_train, run
 from tests.waiting import wait_until
-
-
-@pytest.fixture(scope="module", autouse=True)
-def possible():
-    """Asked when the first test runs: ranks that only collect this module start nothing."""
-    if why_not():
-        pytest.skip(why_not())
 
 
 @pytest.fixture(scope="module")

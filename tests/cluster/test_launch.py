@@ -8,19 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import hosts, why_not
+from tests.cluster.hosts import hosts
 from tests.conftest import small_program
 from tests.programs import LAUNCHED, hpc_train
 from tests.waiting import wait_until
 
 HOSTS = "node1:2,node2:2,node3:2"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def possible():
-    """Asked when the first test runs: ranks that only collect this module start nothing."""
-    if why_not():
-        pytest.skip(why_not())
 
 
 @pytest.mark.long  # test_jobs.py has a host that dies, too.

@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import hosts
-from tests.cluster.slurm import slurm, why_not
+from tests.cluster.slurm import slurm
 from tests.conftest import small_program
 from tests.programs import hpc_train
-
-
-@pytest.fixture(scope="module", autouse=True)
-def possible():
-    """Asked when the first test runs: ranks that only collect this module start nothing."""
-    if why_not():
-        pytest.skip(why_not())
 
 
 @pytest.mark.slow("jobs of SLURM one after the other")

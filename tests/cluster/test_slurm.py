@@ -13,18 +13,11 @@ import psutil
 import pytest
 
 from tests.cluster.hosts import ROOT, hosts
-from tests.cluster.slurm import Slurm, slurm, why_not
+from tests.cluster.slurm import Slurm, slurm
 from tests.programs import run
 from tests.waiting import wait_until
 
 HOSTS = ["node1", "node2", "node3", "node4"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def possible():
-    """Asked when the first test runs: ranks that only collect this module start nothing."""
-    if why_not():
-        pytest.skip(why_not())
 
 
 @pytest.fixture(scope="module")

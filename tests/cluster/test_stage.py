@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import hosts, why_not
+from tests.cluster.hosts import hosts
 from tests.programs import hpc_train, only_line
 from tests.waiting import wait_until
 
@@ -28,8 +28,6 @@ done
 
 @pytest.fixture(scope="module")
 def cluster():
-    if why_not():
-        pytest.skip(why_not())
     with hosts(4, 2, mbit=40) as up:
         yield up
 

@@ -56,7 +56,7 @@ def test_each_bucket_gets_its_sum_however_late_copies_and_messages_end(job, kind
     levels = halves(world)
     buckets = [Bucket([Parameter(torch.empty(n, dtype=torch.float64))]) for n in SIZES]
     group = world if kind is None else levels.node
-    gpus = DeviceCollectives(group, CPU, purpose="gradient")
+    gpus = DeviceCollectives(group, CPU)
     if kind is None:
         sums = DeviceSums(gpus, buckets)
     else:
@@ -175,7 +175,7 @@ def test_two_averagers_at_once_are_refused(job):
 
 
 def test_a_sum_that_fails_names_the_rank(job):
-    gpus = DeviceCollectives(job.world, CPU, purpose="gradient")
+    gpus = DeviceCollectives(job.world, CPU)
 
     def fail():
         raise RuntimeError("NCCL error\nmore")
@@ -212,7 +212,7 @@ def test_ranks_that_share_a_gpu_are_refused(job, monkeypatch):
 def test_torch_without_such_a_library_is_named(job, monkeypatch, missing):
     monkeypatch.delattr(dist, missing)
     with pytest.raises(SetupError, match=r"torch .* has no ProcessGroupNCCL for cpu"):
-        DeviceCollectives(job.world, CPU, purpose="gradient")
+        DeviceCollectives(job.world, CPU)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -235,7 +235,7 @@ def test_a_library_that_fails_on_one_rank_is_told_by_all(job, monkeypatch, caplo
     others = "are not connected after 1 s: look for a rank that told an error" if waits else told
     expected = told if job.world.rank == last else others
     with pytest.raises(SetupError, match=expected):
-        DeviceCollectives(spare, CPU, purpose="gradient")
+        DeviceCollectives(spare, CPU)
     assert (f"rank {last} (" in caplog.text) == (job.world.rank == last)
 
 
@@ -243,4 +243,4 @@ def test_a_wrong_sum_is_noticed(job, monkeypatch):
     done = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(Gloo, "allreduce", lambda *_: done)
     with pytest.raises(SetupError, match="cannot be connected: the sum of 1 over them is 1"):
-        DeviceCollectives(job.world, CPU, purpose="gradient")
+        DeviceCollectives(job.world, CPU)

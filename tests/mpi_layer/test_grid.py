@@ -220,11 +220,11 @@ def test_ten_thousand_ranks_split_at_most_once_per_axis():
 
 
 def test_alone_no_group_has_a_communicator():
-    grid = ParallelGrid.build(Group(), Topology.alone())
+    grid = ParallelGrid.build(Group(), discover(Group(), Group()))
     assert {getattr(grid, axis).comm for axis in AXES} == {None}
     assert {getattr(grid, axis).size for axis in AXES} == {1}
     assert grid.data is grid.world
     assert grid.process_sets() == []
     grid.close()
     with pytest.raises(ConfigError, match="the job's 1 rank"):
-        ParallelGrid.build(Group(), Topology.alone(), tp=2)
+        ParallelGrid.build(Group(), discover(Group(), Group()), tp=2)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_train.mpi.group import Group
 from hpc_train.mpi.topology import NodeHardware, Topology, discover, machine, socket_of
 
 
@@ -59,7 +60,7 @@ def test_what_a_node_has_counts_hardware_threads_once(system):
 
 
 def test_alone_it_is_one_rank_on_this_host():
-    alone = Topology.alone()
+    alone = discover(Group(), Group())
     assert (alone.hosts, alone.node) == ((socket.gethostname(),), (0,))
     assert alone.socket == (socket_of(os.sched_getaffinity(0)),)
 

@@ -22,7 +22,7 @@ from hpc_train.models.lora import LoraAdapters, linear_layers
 from hpc_train.mpi.grid import ParallelGrid
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
-from hpc_train.mpi.topology import Topology, discover
+from hpc_train.mpi.topology import discover
 from hpc_train.parallel.apply import apply
 from tests.parallel.test_tensor import assert_same
 
@@ -287,7 +287,7 @@ def test_a_model_without_a_plan_is_refused_by_tensor_parallelism(shared):
 
 
 def test_alone_any_model_will_do():
-    grid = ParallelGrid.build(Group(), Topology.alone())
+    grid = ParallelGrid.build(Group(), discover(Group(), Group()))
     model = Plain()
     applied = put_on(model, grid, "zero_bubble")
     assert all(shard.owned for shard in applied.shards.values())

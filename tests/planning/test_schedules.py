@@ -166,10 +166,6 @@ def test_the_verb_prints_a_table_or_json(config):
     assert all(entry["activation_bytes"] > 0 for entry in tree["schedules"])
 
 
-def test_help():
-    assert "hpc-train plan" in run(*command("plan", "--help")).stdout
-
-
 def test_planning_loads_neither_torch_nor_mpi(config):
     check = (
         f"from hpc_train.cli import main; main(['plan', {str(config)!r}])\n"

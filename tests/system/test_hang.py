@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.job.heartbeat import HANG
 from hpc_train.mpi import runtime
-from tests.programs import ENVIRON, only_line, processes_of, python, run
+from tests.programs import ENVIRON, only_line, processes_of, python, read_until, run
 from tests.waiting import PATIENCE
 
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
@@ -30,16 +30,6 @@ def start(program, *options, ranks=4):
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def wait_for_step(process, step):
-    """Read the output up to a step; returns what was read."""
-    read = []
-    for line in process.stdout:
-        read.append(line)
-        if f"step {step} " in line:
-            return "".join(read)
-    raise AssertionError("".join(read))
 
 
 def rank_process(program, rank):
@@ -64,7 +54,7 @@ def has_ended(process):
 def test_a_stopped_rank_ends_the_job_with_an_error_that_names_it(program, engine, rank):
     options = ["--run.hang_timeout", "5", "--gradients.engine", engine]
     with start(program, *ENDLESS, *options) as process:
-        wait_for_step(process, 3)
+        read_until(process, "step 3 ")
         stopped = rank_process(program, rank)
         stopped.suspend()
         text = process.communicate(timeout=PATIENCE)[0]
@@ -85,7 +75,7 @@ def test_a_stopped_rank_ends_the_job_with_an_error_that_names_it(program, engine
 def test_a_stopped_rank_is_noticed_by_what_steps_usually_take(program):
     """Within a minute, though `run.hang_timeout` is left at its half hour."""
     with start(program, *ENDLESS) as process:
-        wait_for_step(process, 100)
+        read_until(process, "step 100 ")
         begin = time.monotonic()
         rank_process(program, 2).suspend()
         text = process.communicate(timeout=PATIENCE)[0]
@@ -101,7 +91,7 @@ CUBE = ("--parallel.tp", "2", "--parallel.pp", "2", "--model.vocab", "264")
 @pytest.mark.long
 def test_a_stopped_rank_of_2_x_2_x_2_is_named_too(program):
     with start(program, *ENDLESS, *CUBE, "--run.hang_timeout", "8", ranks=8) as process:
-        wait_for_step(process, 3)
+        read_until(process, "step 3 ")
         rank_process(program, 5).suspend()
         text = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 1, text
@@ -116,7 +106,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(progra
     # Checkpoints are left out, as other tests keep the disk busy.
     how = ("--run.steps", "70", "--checkpoint.every", "1000", "--run.hang_timeout", "12")
     with start(program, *how) as process:
-        text = wait_for_step(process, 3)
+        text = read_until(process, "step 3 ")
         stopped = rank_process(program, 1)
         stopped.suspend()
         time.sleep(6)  # the others have asked by now, and wait for an answer
@@ -129,7 +119,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_holds_nobody_up(progra
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(program):
     with start(program, "--run.steps", "60", "--run.hang_timeout", "4") as process:
-        text = wait_for_step(process, 3)
+        text = read_until(process, "step 3 ")
         ranks = [rank_process(program, rank) for rank in range(4)]
         for rank in ranks:
             rank.suspend()

@@ -10,14 +10,22 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpc_train.config.file import load
-from hpc_train.errors import ConfigError, Stopped
+from hpc_train.errors import ConfigError
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.cases import cases
-from tests.training.test_trainer import STEPS, check_equal, config, make, records, text
+from tests.training.test_trainer import (
+    STEPS,
+    check_equal,
+    config,
+    make,
+    records,
+    stop_after,
+    text,
+)
 
 ZERO = ["--memory.zero", "1"]
 STAGES = ["1", "2"]
@@ -106,23 +114,6 @@ def test_shared_parameters_under_layouts_and_resumed_without(job, together, layo
             [record["loss"] for record in records(together / "one")], rel=1e-10
         )
     job.world.barrier()
-
-
-def stop_after(trainer, number, job):
-    """Let a rank ask for a stop after a step."""
-    original = trainer._train_step
-
-    def step(step, report):
-        original(step, report)
-        if step.number == number and job.world.rank == job.world.size - 1:
-            import os
-            import signal
-
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer._train_step = step
-    with pytest.raises(Stopped):
-        trainer.train()
 
 
 WAYS = {

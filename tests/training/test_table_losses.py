@@ -200,7 +200,6 @@ def test_scores_of_quantiles(levels):
             {"class_weights": "balanced"},
             "data.class_weights is balanced, but .* multilabel",
         ),
-        (CLASSES, {"quantiles": (0.5,)}, "model.quantiles is given, but .* classification"),
     ],
 )
 def test_options_that_the_task_cannot_have_are_refused(target, options, why):

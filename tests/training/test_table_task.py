@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import numpy as np
 import pytest
 import torch
@@ -18,13 +15,14 @@ from hpc_train.data.tables.features import (
     TableFeatures,
     TargetValues,
 )
-from hpc_train.errors import CheckpointMismatch, ConfigError, Stopped
+from hpc_train.errors import CheckpointMismatch, ConfigError
 from hpc_train.models.kinds import SHAPES
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.table_task import table_task
 from hpc_train.training.trainer import Trainer
 from tests.conftest import records
+from tests.training.test_trainer import stop_after
 
 ROWS, HELD_OUT = 97, 41
 STEPS = 7
@@ -198,16 +196,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(job, together, sampling):
     run(together / "whole", *given, job, *options)
     config = settings(together / "cut", given[0], *options)
     trainer = make(config, given[1], job)
-    original = trainer._train_step
-
-    def stop_after_the_fourth(step, report):
-        original(step, report)
-        if step.number == 4 and job.world.rank == job.world.size - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer._train_step = stop_after_the_fourth
-    with pytest.raises(Stopped):
-        trainer.train()
+    stop_after(trainer, 4, job)
     make(config, given[1], job).train()
     if job.world.rank == 0:
         whole, cut = records(together / "whole"), records(together / "cut")

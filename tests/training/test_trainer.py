@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 
 import pytest
 import torch
@@ -209,6 +211,21 @@ def test_engine_horovod_needs_no_horovod_and_no_mpi_alone(tmp_path, monkeypatch)
 PIPELINE = ["--parallel.pp", "2", "--parallel.schedule", "zero_bubble", "--data.micro_batch", "3"]
 
 
+def stop_after(trainer, number, job):
+    """Let a rank ask for a stop after a step; returns how the training stops."""
+    original = trainer._train_step
+
+    def step(step, report):
+        original(step, report)
+        if step.number == number and job.world.rank == job.world.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer._train_step = step
+    with pytest.raises(Stopped) as caught:
+        trainer.train()
+    return caught.value
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "options",
@@ -222,20 +239,7 @@ PIPELINE = ["--parallel.pp", "2", "--parallel.schedule", "zero_bubble", "--data.
 def test_a_stopped_run_goes_on_bit_for_bit(job, together, options):
     make(config(together / "whole", *options), job).train()
     trainer = make(config(together / "cut", *options), job)
-    original = trainer._train_step
-
-    def stop_after_the_fourth(step, report):
-        original(step, report)
-        if step.number == 4 and job.world.rank == job.world.size - 1:
-            import os
-            import signal
-
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer._train_step = stop_after_the_fourth
-    with pytest.raises(Stopped) as caught:
-        trainer.train()
-    assert caught.value.step == 4
+    assert stop_after(trainer, 4, job).step == 4
     make(config(together / "cut", *options), job).train()
     if job.world.rank == 0:
         whole, cut = records(together / "whole"), records(together / "cut")

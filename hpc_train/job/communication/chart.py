@@ -7,6 +7,7 @@ logarithmic axes. A point shows its numbers when the pointer is on it.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from html import escape
 
@@ -61,7 +62,7 @@ def svg(figures: Sequence[CollectiveFigure], title: str, lines: Sequence[str]) -
     drawn = [figure for figure in figures if figure.nbytes]
     rows = list(dict.fromkeys((figure.scope, figure.operation) for figure in drawn))
     names = [name for name in IMPLEMENTATIONS if any(f.implementation == name for f in drawn)]
-    wrapped = [part for line in lines for part in _wrapped(line)]
+    wrapped = [part for line in lines for part in textwrap.wrap(line, 140, break_long_words=False)]
     top = 34 + LINE * len(wrapped) + 14
     height = top + LINE * len(names) + 20 + ROW_HEIGHT * len(rows)
     parts = [
@@ -166,12 +167,3 @@ def _scale(first: float, last: float, begin: float, end: float) -> Scale:
     if not width:
         return lambda value: (begin + end) / 2
     return lambda value: begin + (end - begin) * math.log(value / first) / width
-
-
-def _wrapped(line: str, width: int = 140) -> list[str]:
-    parts = [""]
-    for word in line.split():
-        if len(parts[-1]) + len(word) > width:
-            parts.append("")
-        parts[-1] = f"{parts[-1]} {word}".strip()
-    return parts
