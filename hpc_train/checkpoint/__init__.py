@@ -3,6 +3,7 @@
 For a run:
 store       what a run calls: save, poll, finish, resume
 policy      how checkpoints are saved, and which are kept
+known       their scores, and whether their numbers are finite
 content     all that is saved and restored
 state       a model's tensors by name, and what else is saved
 optimizer_state  the slots of its optimizer by name, saved and made again

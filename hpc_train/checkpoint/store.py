@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,12 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hpc_train import files
-from hpc_train.checkpoint import restore
 from hpc_train.checkpoint.background import BackgroundSave, Phases, Snapshot, agree, carry_out
 from hpc_train.checkpoint.catalogue import (
     LATEST,
     earlier_save_seconds,
-    find_checkpoints,
     latest_in,
     name_of,
     note_save_seconds,
@@ -32,13 +29,13 @@ from hpc_train.checkpoint.catalogue import (
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.content import Content
 from hpc_train.checkpoint.engines import EngineChoice, WriteEngine
+from hpc_train.checkpoint.known import Known
 from hpc_train.checkpoint.policy import DEFAULT_POLICY, SavePolicy
 from hpc_train.checkpoint.save import saving
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives
 from hpc_train.errors import (
     CheckpointError,
-    CheckpointMismatch,
     CheckpointUnreadable,
     DivergenceError,
     NotFiniteError,
@@ -101,9 +98,9 @@ class Checkpoints:
         self.claim: Claim | None = None
         """Of the directory, if the job holds one. Without one, no other job may write there."""
         self._unclaimed: Claim | None = None
-        self.scores: dict[int, float | None] = {}
+        self._known = Known()
+        self.scores = self._known.scores
         """The model's score by step, where known; lower is better. It is the same on all ranks."""
-        self._finite: dict[int, bool] = {}  # whether its numbers are finite, by step, where known
         self._looked = False  # whether the state that the first step has made was checked
 
     def save(self, step: int, *, background: bool = False) -> Path:
@@ -312,8 +309,8 @@ class Checkpoints:
                 logger.warning("%s", error)
 
     def _check_finite(self, step: int) -> None:
-        self._finite[step] = self._content.is_finite()
-        if self._finite[step]:
+        self._known.finite[step] = self._content.is_finite()
+        if self._known.finite[step]:
             return
         if self.policy.nonfinite == "stop":
             error = NotFiniteError(
@@ -414,45 +411,13 @@ class Checkpoints:
         return step
 
     def _state(self, step: int) -> bytes:
-        also: dict[str, Any] = {}
-        score = self.scores.get(step)
-        if score is not None and math.isfinite(score):  # JSON has no other numbers
-            also["score"] = score
-        if not self._finite.get(step, True):
-            also["finite"] = False
+        also = self._known.values(step)
         if self.state.scaler is not None:
             also["scaler"] = self.state.scaler.state_dict()
         return self._content.state(step, also)
 
     def _drop_old(self, step: int) -> None:
-        """Remove the checkpoints that the policy does not keep.
-
-        Those of later steps stay and do not count: the run has passed over them as damaged.
-        """
-        there = {step_of(path): path for path in find_checkpoints(self.directory, "auto")}
-        done = {number: path for number, path in there.items() if number <= step}
-        if self.policy.retention.best:
-            for number in done.keys() - self.scores.keys():
-                self.scores[number] = _state_of(done[number]).get("score")
-        scores = dict(self.scores)  # a copy, because the main thread may add to it
-        known = {n: score for n, score in scores.items() if score is not None}
-        known = {n: score for n, score in known.items() if math.isfinite(score)}
-
-        def is_finite(number: int) -> bool:
-            if number not in self._finite:
-                self._finite[number] = _state_of(done[number]).get("finite", True)
-            return self._finite[number]
-
-        for number in self.policy.retention.superfluous(done, known, is_finite):
+        """Remove the checkpoints that the policy does not keep."""
+        for path in self._known.superfluous(self.directory, step, self.policy.retention):
             self._check()
-            files.remove(done[number])
-
-
-def _state_of(path: Path) -> dict[str, Any]:
-    """The values that are not tensors in a checkpoint of this run."""
-    try:
-        return restore.Tensors(path).state()
-    except CheckpointUnreadable:
-        raise
-    except (CheckpointError, CheckpointMismatch):
-        return {"finite": False}  # a damaged one is not the one to keep for its finite numbers
+            files.remove(path)
