@@ -198,3 +198,15 @@ def read_until(process, text):
         if text in line:
             return "".join(read)
     raise AssertionError("".join(read))
+
+
+def modules_of(*arguments: object) -> tuple[int, str, set[str]]:
+    """A command's exit code, what it prints, and the modules that it has loaded at its end."""
+    program = (
+        "import atexit, sys; from hpc_train.cli import main\n"
+        "atexit.register(lambda: print(*sys.modules))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = run(sys.executable, "-c", program, *map(str, arguments))
+    *printed, modules = done.stdout.splitlines()
+    return done.returncode, "\n".join([*printed, done.stderr]), set(modules.split())

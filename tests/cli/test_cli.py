@@ -21,7 +21,7 @@ from hpc_train.mpi.group import Group
 from tests.checkpoint.states import save_tensors
 from tests.programs import command as on_ranks
 from tests.programs import hpc_train as command
-from tests.programs import only_line, run
+from tests.programs import modules_of, only_line, run
 
 HEAVY = ("torch", "mpi4py", "horovod", "h5py", "numpy")
 UNUSED = {*HEAVY, "jsonargparse", "jinja2", "psutil", "yaml", "rich", "xxhash"}
@@ -41,18 +41,6 @@ def test_the_front_door_loads_neither_torch_nor_mpi(program):
     check = f"{program}\nimport sys\nassert not {{*{HEAVY}}} & sys.modules.keys()"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
-
-
-def modules_of(*arguments: object) -> tuple[str, set[str]]:
-    """What a command prints, and the modules that it has loaded at its end."""
-    program = (
-        "import atexit, sys; from hpc_train.cli import main\n"
-        "atexit.register(lambda: print(*sys.modules))\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    done = run(sys.executable, "-c", program, *map(str, arguments))
-    *printed, modules = done.stdout.splitlines()
-    return "\n".join([*printed, done.stderr]), set(modules.split())
 
 
 @pytest.mark.parametrize(
@@ -79,7 +67,7 @@ def modules_of(*arguments: object) -> tuple[str, set[str]]:
     ],
 )
 def test_help_version_and_usage_errors_load_no_libraries(words, shown):
-    text, modules = modules_of(*words.split())
+    _, text, modules = modules_of(*words.split())
     assert shown in text
     assert not UNUSED & modules
     loaded = {name for name in modules if name.startswith(LAUNCH)}
@@ -88,7 +76,7 @@ def test_help_version_and_usage_errors_load_no_libraries(words, shown):
 
 def test_cancel_loads_no_libraries(tmp_path):
     (tmp_path / "config.yaml").touch()
-    text, modules = modules_of("cancel", tmp_path)
+    _, text, modules = modules_of("cancel", tmp_path)
     assert "the run stops" in text
     assert not UNUSED & modules
     loaded = {name for name in modules if name.startswith(LAUNCH)}
@@ -98,7 +86,7 @@ def test_cancel_loads_no_libraries(tmp_path):
 def test_checkpoint_list_loads_no_library_but_xxhash(tmp_path):
     held = {"model.weight": LocalTensor.whole(torch.ones(3))}
     save_tensors(tmp_path / "step-000000007.safetensors", held, b"{}", Group())
-    text, modules = modules_of("checkpoint", "list", tmp_path)
+    _, text, modules = modules_of("checkpoint", "list", tmp_path)
     assert "step-000000007.safetensors" in text
     assert "complete" in text
     assert UNUSED & modules == {"xxhash"}

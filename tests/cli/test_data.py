@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests.programs import command, hpc_train, only_line, run
+from tests.programs import command, hpc_train, modules_of, only_line, run
 
 
 @pytest.fixture
@@ -53,13 +51,8 @@ def test_json_lists_each_damaged_file_with_who_has_read_it(damaged, options):
 
 def test_it_loads_neither_torch_nor_mpi_nor_hdf5(text_data):
     """The HDF5 library is not made for damaged files: at some of them it ends the process."""
-    check = (
-        "import sys; from hpc_train.cli import main\n"
-        f"code = main(['data', 'verify', {str(text_data)!r}])\n"
-        "sys.exit(code or bool({'torch', 'mpi4py.MPI', 'h5py'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    code, told, modules = modules_of("data", "verify", text_data)
+    assert (code, {"torch", "mpi4py.MPI", "h5py"} & modules) == (0, set()), told
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from hpc_train.cli.topology import draw, spans, tree
 from hpc_train.mpi.placement import place
 from hpc_train.mpi.topology import Topology
-from tests.programs import command, hpc_train, only_line, run
+from tests.programs import command, hpc_train, modules_of, only_line, run
 
 
 def printed(done):
@@ -35,12 +33,8 @@ def test_alone_it_draws_this_process():
 
 
 def test_alone_it_loads_neither_mpi_nor_torch():
-    check = (
-        "import sys; from hpc_train.cli import main; code = main(['topology'])\n"
-        "sys.exit(code or bool({'torch', 'mpi4py.MPI'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    code, told, modules = modules_of("topology")
+    assert (code, {"torch", "mpi4py.MPI"} & modules) == (0, set()), told
 
 
 def test_under_a_launcher_rank_0_draws_all_ranks():

@@ -23,7 +23,7 @@ from hpc_train.data.arrays import hdf5_index, indexing
 from hpc_train.data.arrays.stored import COLUMNS, parse_variable
 from hpc_train.errors import DataError, UserError
 from tests.data.fields import answers_here, field
-from tests.programs import ENVIRON, hpc_train, only_line, run
+from tests.programs import ENVIRON, hpc_train, modules_of, only_line, run
 
 COUNT = 1500  # damaged files
 VARIABLES = ["contiguous", "chunked"]
@@ -179,15 +179,8 @@ def test_an_index_file_needs_no_helper(tmp_path, mpi, monkeypatch):
 
 def test_the_verb_loads_neither_torch_nor_mpi_nor_hdf5(tmp_path):
     field(tmp_path / "a.h5")
-    check = (
-        "import sys; from hpc_train.cli import main\n"
-        f"code = main(['data', 'index', {str(tmp_path / 'a.h5')!r}])\n"
-        "sys.exit(code or bool({'torch', 'mpi4py.MPI', 'h5py'} & sys.modules.keys()))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", check], capture_output=True, check=False, env=ENVIRON
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    code, told, modules = modules_of("data", "index", tmp_path / "a.h5")
+    assert (code, {"torch", "mpi4py.MPI", "h5py"} & modules) == (0, set()), told
 
 
 def test_files_that_cannot_be_indexed_are_named(tmp_path):

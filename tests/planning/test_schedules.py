@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,7 @@ from hpc_train.parallel.schedule import build
 from hpc_train.planning.model import planned_shape
 from hpc_train.planning.schedules import memory, plan
 from tests.programs import hpc_train as command
-from tests.programs import only_line, run
+from tests.programs import modules_of, only_line, run
 
 CONFIG = """
 model: {layers: 6, hidden: 64, heads: 4, sequence: 32, vocab: 256}
@@ -167,9 +165,5 @@ def test_the_verb_prints_a_table_or_json(config):
 
 
 def test_planning_loads_neither_torch_nor_mpi(config):
-    check = (
-        f"from hpc_train.cli import main; main(['plan', {str(config)!r}])\n"
-        "import sys\nassert not {'torch', 'mpi4py', 'numpy', 'h5py'} & sys.modules.keys()"
-    )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    code, told, modules = modules_of("plan", config)
+    assert (code, {"torch", "mpi4py", "numpy", "h5py"} & modules) == (0, set()), told
