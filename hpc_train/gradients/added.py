@@ -64,9 +64,18 @@ def check_added(group: Group, added: Sequence[Parameter]) -> None:
     Raises:
         UserError: the ranks have added different ones.
     """
-    forms = repr([(tuple(p.shape), str(p.dtype)) for p in added])
     remedy = "change them in the same way on all ranks"
-    same(group, "the list of parameters added to the optimizer", forms, remedy)
+    same(group, "the list of parameters added to the optimizer", _forms(added), remedy)
+
+
+def check_trained(group: Group, trained: Sequence[Parameter]) -> None:
+    """Check that all ranks train parameters of the same shapes and dtypes. Collective.
+
+    Raises:
+        UserError: the ranks have frozen different ones.
+    """
+    remedy = "freeze and unfreeze the same parameters on all ranks"
+    same(group, "the list of parameters that are trained (requires_grad)", _forms(trained), remedy)
 
 
 def check_alike(group: Group, added: Sequence[Parameter]) -> None:
@@ -92,6 +101,10 @@ def check_added_values(group: Group, added: Sequence[Parameter]) -> None:
         "call `averager.refresh()` (of a Loop: `loop.averager`) on all ranks right after adding "
         "parameters: it gives all ranks the values of rank 0",
     )
+
+
+def _forms(parameters: Sequence[Parameter]) -> str:
+    return repr([(tuple(p.shape), str(p.dtype)) for p in parameters])
 
 
 def _digest(parameter: Parameter) -> str:

@@ -122,6 +122,7 @@ class BucketAverager:
         self._filling.release()
 
     def _replan(self) -> None:
+        added.check_trained(self.group, self._taking_part.now())
         self._unplan()
         self._plan()
 

@@ -61,3 +61,17 @@ def test_what_a_second_optimizer_trains_is_as_in_one_process(job, way):
 def test_what_a_second_optimizer_unfreezes_with_zero_is_refused(job):
     with pytest.raises(UserError, match=r"1\.weight was unfrozen"):
         two_optimizers(job.world, "unfrozen", zero=1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_freeze_other_parameters_are_told(job):
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = average_gradients(model, optimizer, job.world, AveragingOptions())
+    model[0].requires_grad_(job.world.rank > 0)
+    later = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [later]})  # so that all parameters get buckets anew
+    (model[1](model[0](torch.ones(1, 2))) * later).sum().backward()
+    with pytest.raises(UserError, match="the list of parameters that are trained .* differs"):
+        optimizer.step()
+    averager.close()
