@@ -112,6 +112,7 @@ class Attempt:
         self.path, self.start_limit, self.lost = progress, start_limit, lost
         self.unwanted = False
         """Set it to True, and `watch` ends the job at once."""
+        self._asked = False
         self._name = attempt_of(environ)
         self.process = subprocess.Popen(
             line.words,
@@ -162,7 +163,13 @@ class Attempt:
         return False
 
     def ask_to_stop(self) -> None:
-        """Ask the ranks to write a checkpoint and end. Launchers pass SIGUSR1 on to them."""
+        """Ask the ranks to write a checkpoint and end. Launchers pass SIGUSR1 on to them.
+
+        A launcher that has not started the ranks yet loses it, so `watch` asks once more when they
+        report progress for the first time. It asks no oftener: a program of the user's may take it
+        for more urgent then.
+        """
+        self._asked = True
         for process in self._launchers():
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGUSR1)
@@ -185,6 +192,8 @@ class Attempt:
             told = read_progress(self.path, self._name, last)
             now = clock.look()
             if told != last:  # by our clock: the file server's may differ
+                if last is NO_PROGRESS and self._asked:
+                    self.ask_to_stop()
                 heard, last = now, told
             if self._left_behind.due:
                 self._left_behind.end()
