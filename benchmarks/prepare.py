@@ -11,12 +11,12 @@ it; that must give the same bytes, too.
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -103,8 +103,11 @@ def killed_and_continued(folder: Path, tokenizer: str) -> tuple[float, float, st
     started = subprocess.Popen(words, env=harness.environ(), stdout=subprocess.DEVNULL)
     while len([*folder.glob(entries)]) < 4 and started.poll() is None:
         time.sleep(0.01)
-    for process in [*psutil.Process(started.pid).children(recursive=True), started]:
-        process.send_signal(signal.SIGKILL)
+    with suppress(psutil.NoSuchProcess):  # it has ended
+        for process in psutil.Process(started.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    started.kill()
     started.wait()
     if (folder / "out").exists():
         raise RuntimeError("it was killed too late: give more --mb")

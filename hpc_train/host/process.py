@@ -1,4 +1,7 @@
-"""When a process began: start-up time counts from it, and numbers of processes are used again."""
+"""When a process began, and how long it has run.
+
+Start-up time counts from its beginning. Numbers of processes are used again.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,27 @@ def seconds_since_begin(root: Path = PROC) -> float:
         return 0.0
     started = ticks / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
+class RunningClock:
+    """Counts the seconds in which this process runs, and not those in which it was suspended.
+
+    A process that was suspended takes long from one look to the next, without having slept so long.
+
+    Args:
+        longest: most seconds that count between two looks: more than they usually take.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self.longest, self.seconds = longest, 0.0
+        self._last = time.monotonic()
+
+    def look(self) -> float:
+        """The seconds so far."""
+        now = time.monotonic()
+        self.seconds += min(now - self._last, self.longest)
+        self._last = now
+        return self.seconds
 
 
 @dataclass

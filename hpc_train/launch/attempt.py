@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import IO
 
 import psutil
 
+from hpc_train.host.process import RunningClock
 from hpc_train.launch.left_behind import LeftBehind
 from hpc_train.launch.lines import Line
 from hpc_train.launch.protocol import LOCAL_JOB, NO_PROGRESS, JobProgress, attempt_of, read_progress
@@ -26,6 +26,7 @@ from hpc_train.launch.protocol import LOCAL_JOB, NO_PROGRESS, JobProgress, attem
 LINES_KEPT = 400  # last lines of output that are searched for the cause of a failure
 PIPE_BYTES = 1 << 16  # of output that are read at once, and that are kept of a line without end
 POLL_SECONDS = 0.1  # seconds between two looks at the job
+LONGEST_POLL = 1.0  # most seconds that count between them: a suspended launcher hears nothing
 GRACE = 5.0  # seconds in which a launcher can end its ranks before it is killed with them
 LOST_GRACE = 1.0  # the same after a host has died: a launcher would wait for its ranks in vain
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -111,6 +112,7 @@ class Attempt:
         self.path, self.start_limit, self.lost = progress, start_limit, lost
         self.unwanted = False
         """Set it to True, and `watch` ends the job at once."""
+        self._asked = False
         self._name = attempt_of(environ)
         self.process = subprocess.Popen(
             line.words,
@@ -161,7 +163,13 @@ class Attempt:
         return False
 
     def ask_to_stop(self) -> None:
-        """Ask the ranks to write a checkpoint and end. Launchers pass SIGUSR1 on to them."""
+        """Ask the ranks to write a checkpoint and end. Launchers pass SIGUSR1 on to them.
+
+        A launcher that has not started the ranks yet loses it, so `watch` asks once more when they
+        report progress for the first time. It asks no oftener: a program of the user's may take it
+        for more urgent then.
+        """
+        self._asked = True
         for process in self._launchers():
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGUSR1)
@@ -179,14 +187,17 @@ class Attempt:
         """Wait for its end. End it if it makes no progress for too long, or a host has died."""
         before = memory_kills()
         lost: Sequence[str] = ()
-        heard, last, silent = time.monotonic(), NO_PROGRESS, 0.0
+        clock, heard, last, silent = RunningClock(LONGEST_POLL), 0.0, NO_PROGRESS, 0.0
         while not self.wait(POLL_SECONDS):
             told = read_progress(self.path, self._name, last)
+            now = clock.look()
             if told != last:  # by our clock: the file server's may differ
-                heard, last = time.monotonic(), told
+                if last is NO_PROGRESS and self._asked:
+                    self.ask_to_stop()
+                heard, last = now, told
             if self._left_behind.due:
                 self._left_behind.end()
-            silent = time.monotonic() - heard
+            silent = now - heard
             due = told.due if told.step >= 0 else self.start_limit
             lost = self.lost(silent)
             if self.unwanted or lost or (due and silent > due):

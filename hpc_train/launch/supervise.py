@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,14 @@ from typing import Any
 
 from hpc_train import files
 from hpc_train.errors import EXIT_STOPPED, FINAL_CODES, HpcTrainError, plural
-from hpc_train.launch.attempt import Attempt, Outcome, kill_session
+from hpc_train.host.process import RunningClock
+from hpc_train.launch.attempt import (
+    LONGEST_POLL,
+    POLL_SECONDS,
+    Attempt,
+    Outcome,
+    kill_session,
+)
 from hpc_train.launch.cause import OUT_OF_MEMORY, PERHAPS_MEMORY, explain
 from hpc_train.launch.contact import Contact
 from hpc_train.launch.hosts import Host, take_hosts
@@ -217,11 +224,12 @@ class Supervisor:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C says nothing about the hosts
         ) as process:
-            try:
-                return process.wait(HOST_PROBE_SECONDS) == 0
-            except subprocess.TimeoutExpired:
-                kill_session(process.pid)
-                return False
+            clock = RunningClock(LONGEST_POLL)
+            while clock.look() < HOST_PROBE_SECONDS:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(POLL_SECONDS) == 0
+            kill_session(process.pid)
+            return False
 
     def _write(self, **record: Any) -> None:
         """Record what happens to an attempt; a job does not end for want of its record."""

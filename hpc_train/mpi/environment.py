@@ -186,7 +186,7 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
 def ranks_yield(environ: Mapping[str, str]) -> bool:
     """Whether ranks that wait should leave their cores to others, because ranks share cores.
 
-    `start_runtime` and the launcher's line set the variable where a node has more ranks than cores.
+    `start_runtime` and the launcher's line set the variable where ranks of a node share cores.
     """
     return environ.get(YIELD) == "1"
 

@@ -23,6 +23,7 @@ from hpc_train.mpi.gpus import NONE, Gpus, count_gpus
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.gtl import check_gtl
 from hpc_train.mpi.namespaces import in_container, own_namespace
+from hpc_train.mpi.shared_cores import must_share
 from hpc_train.mpi.visible import nearer_device, offered, own_numa, visible_device
 
 BUILD_HOROVOD = "python -m hpc_train.build.horovod"
@@ -111,10 +112,6 @@ def start_runtime() -> Runtime:
     numa, cores = read_numa(), os.sched_getaffinity(0)
     expected = expected_reach(given, launch, numa, cores)
     os.environ |= visible_device(given, launch, counted, expected)
-    if (launch.local_size or 1) > (os.cpu_count() or 1):
-        # Waiting ranks would hold the cores of the ranks they wait for. Open MPI notices this only
-        # if the launcher was told fewer slots than ranks; horovodrun -H tells it as many as ranks.
-        os.environ[environment.YIELD] = "1"
     for name, value in ROMIO_FIRST.items():
         os.environ.setdefault(name, value)
     os.environ |= own_namespace(os.environ)
@@ -133,10 +130,17 @@ def start_runtime() -> Runtime:
             f"MPI is not initialised with THREAD_MULTIPLE ({library_version(MPI)})",
             "unset MPI4PY_RC_THREAD_LEVEL, or use an MPI that is built with thread support",
         )
+    yielded = yield_while_waiting(True)  # until they know whether they share cores
     world = Group.of(MPI.COMM_WORLD)
-    world.waiting.polite = world.largest(int(environment.ranks_yield(os.environ))) > 0
     shared = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     node = Group(shared.rank, shared.size, shared, world.waiting)
+    # Waiting ranks would hold the cores of the ranks they wait for. Open MPI notices this only if
+    # the launcher was told fewer slots than ranks, and counts cores that the job may not use.
+    if must_share(node.gathered(frozenset(cores), "the cores of the ranks of its node")):
+        os.environ.setdefault(environment.YIELD, "1")
+    else:
+        yield_while_waiting(yielded)
+    world.waiting.polite = world.largest(int(environment.ranks_yield(os.environ))) > 0
     os.environ |= nearer_device(node, given, counted, numa.reach(cores))
     return Runtime(world, node, launch.launcher, job_gpus, own_numa(os.environ, counted))
 
@@ -276,20 +280,25 @@ def _warn_of_words() -> None:
             logger.warning("%s=%s means off to Horovod, which reads numbers: set 1", name, value)
 
 
-def yield_while_waiting(switch: bool) -> None:
+def yield_while_waiting(switch: bool) -> bool:
     """Switch whether threads that wait inside of Open MPI yield their core.
 
     Other MPI libraries and a user's own setting stay as they are. In each cycle Horovod's threads
     wait for one another. On a busy machine they took 6 to 9 % of the cores that ranks computed on
     when they were spinning, and 0.6 % when they yielded.
+
+    Returns:
+        Whether they yielded it before.
     """
     if environment.YIELD in os.environ:
-        return
+        return environment.ranks_yield(os.environ)
     # Open MPI reads the variable only when MPI starts, so it is too late to set it here.
     library = ctypes.CDLL(import_mpi().__file__)
     set_yield = getattr(library, "opal_progress_set_yield_when_idle", None)
-    if set_yield is not None:
-        set_yield(switch)
+    if set_yield is None:
+        return False
+    set_yield.argtypes, set_yield.restype = [ctypes.c_bool], ctypes.c_bool
+    return bool(set_yield(switch))
 
 
 def process_set(hvd: Any, ranks: Sequence[int]) -> Any:

@@ -50,6 +50,18 @@ def shared_cores(ranks: Sequence[RankCores]) -> str:
     return ""
 
 
+def must_share(bound: Sequence[frozenset[int]]) -> bool:
+    """Whether ranks of a node share hardware threads, as some set of threads has too few for them.
+
+    Two threads of a core count as two, because a rank that yields one of them does not give up the
+    other.
+
+    Args:
+        bound: the hardware threads that each rank may use.
+    """
+    return any(sum(its <= one for its in bound) > len(one) for one in set(bound))
+
+
 def find_shared_cores(world: Group) -> str:
     """`shared_cores` of all ranks of a job. Collective."""
     mine = RankCores(

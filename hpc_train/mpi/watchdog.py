@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hpc_train.errors import EXIT_FAILURE, HpcTrainError, print_error
+from hpc_train.host.process import RunningClock
 from hpc_train.mpi.agreement import all_arrive
 from hpc_train.mpi.group import Group
 
@@ -146,7 +147,7 @@ class Watchdog:
             self.hosts: list[str] = world.comm.allgather(world.host)
         self.comm: Any = self.group.comm
         self._sent: list[Any] = []
-        self._clock = 0.0  # seconds that this process has run, without times when it was stopped
+        self._clock = RunningClock(2 * self.period)
         self._seen = self.watch.now
         self._since = 0.0  # the clock when `_seen` was first seen
         self._asked: float | None = None  # the clock when this rank asked
@@ -196,24 +197,20 @@ class Watchdog:
             self.group.close()
 
     def _run(self) -> None:
-        last = time.monotonic()
         while not self._over.wait(self.period):
-            now = time.monotonic()
-            # A process that was stopped has slept longer than the period; that time is not counted.
-            self._count(min(now - last, 2 * self.period))
-            last = now
+            self._note()
             self._progress()
             self._receive()
             self._look()
 
-    def _count(self, passed: float) -> None:
-        self._clock += passed
-        now = self.watch.now
+    def _note(self) -> None:
+        """Note the time, and whether another wait has begun."""
+        passed, now = self._clock.look(), self.watch.now
         if now != self._seen:
-            self._seen, self._since, self._asked = now, self._clock, None
+            self._seen, self._since, self._asked = now, passed, None
 
     def _state(self) -> State:
-        return State(self._seen[0], self._clock - self._since)
+        return State(self._seen[0], self._clock.seconds - self._since)
 
     def _receive(self) -> None:
         while self.comm.iprobe():
@@ -222,7 +219,7 @@ class Watchdog:
                     self._send(asker, ("answer", self.rank, number, self._state()))
                     if self._asked is None or asker < self.rank:  # of two askers the lower goes on
                         self._asked = None
-                        self._silent_until = self._clock + 2 * self.grace
+                        self._silent_until = self._clock.seconds + 2 * self.grace
                 case ("answer", rank, number, state) if number == self._number:
                     self._answers[rank] = state
                 case ("end", error):
@@ -234,16 +231,16 @@ class Watchdog:
         if (
             not (self.armed and operation)
             or waited < self.patience
-            or self._clock < self._silent_until
+            or self._clock.seconds < self._silent_until
         ):
             return
         if self._asked is None:
             self._ask()
-        elif self._clock - self._asked >= self.grace and waited >= self.limit:
+        elif self._clock.seconds - self._asked >= self.grace and waited >= self.limit:
             self._conclude()
 
     def _ask(self) -> None:
-        self._asked = self._clock
+        self._asked = self._clock.seconds
         self._number += 1
         self._answers.clear()
         self._tell("ask", self.rank, self._number)

@@ -53,7 +53,8 @@ class StepCosts:
         except (MemoryError, RuntimeError) as error:  # the latter if torch has no memory
             logger.warning("the peak of this rank cannot be measured: %s", error)
             mine = 0.0
-        total, unknown = self.group.totals([round(mine), int(not mine)])
+        # 64 bits have no room for ten thousand GPUs.
+        total, unknown = self.group.summed([round(mine), int(not mine)])
         self.peak = 0.0 if unknown else float(total)
         self.uncounted = self.peak > 0 and not self.flops
 

@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 
-from hpc_train.host.process import StartUp, begun_ticks, seconds_since_begin
+from hpc_train.host.process import RunningClock, StartUp, begun_ticks, seconds_since_begin
 
 
 def test_a_process_knows_how_long_it_runs():
@@ -31,3 +31,13 @@ def test_only_the_first_run_of_a_program_counts_its_start_up():
     start_up = StartUp(began=time.monotonic() - 100)
     assert start_up.take() == pytest.approx(time.monotonic() - 100, abs=1)
     assert start_up.take() == pytest.approx(time.monotonic(), abs=1)
+
+
+def test_time_in_which_a_process_was_suspended_does_not_count(monkeypatch):
+    now = [5.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = RunningClock(longest=2.0)
+    for passed in 1.0, 100.0, 1.5:
+        now[0] += passed
+        clock.look()
+    assert clock.seconds == 4.5

@@ -6,7 +6,8 @@ import os
 import pytest
 
 from hpc_train.errors import SetupError
-from hpc_train.mpi import runtime
+from hpc_train.mpi import environment, runtime
+from tests.programs import python, run
 
 needs_horovod = pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
 
@@ -48,3 +49,24 @@ def test_a_switch_that_is_a_word_is_warned_of(job, monkeypatch, caplog):
     assert "HOROVOD_CACHE_CAPACITY" in os.environ
     expected = ["HOROVOD_AUTOTUNE=true means off to Horovod, which reads numbers: set 1"]
     assert caplog.messages == (expected if job.world.rank == 0 else [])
+
+
+BOUND_TWICE = """
+import os
+from hpc_train.mpi import environment, runtime
+cores = sorted(os.sched_getaffinity(0))
+for core in cores[environment.launched_rank(os.environ)], cores[0]:
+    os.sched_setaffinity(0, {core})
+    polite = runtime.start_runtime().world.waiting.polite
+    os.environ.pop(environment.YIELD, None)
+    print(polite, runtime.yield_while_waiting(False))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need a core for each")
+def test_waiting_ranks_leave_a_core_to_others_only_if_they_share_it(tmp_path):
+    (tmp_path / "twice.py").write_text(BOUND_TWICE)
+    unasked = ["env", "-u", environment.YIELD, "mpirun", "-np", "2", "--bind-to", "none"]
+    done = run(*unasked, *python(str(tmp_path / "twice.py"), warm=False))
+    own, shared = "False False", "True True"
+    assert sorted(done.stdout.splitlines()) == [own, own, shared, shared], done.stderr
