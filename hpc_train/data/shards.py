@@ -82,7 +82,8 @@ class TokenDataset(Renewed):
         ConfigError: `damaged` is neither "raise" nor "substitute".
 
     The attribute `samples_per_block` says how many neighbours are worth reading one after another,
-    and `samples_ahead` how many samples in advance `ahead` is to be called.
+    and `samples_ahead` how many samples in advance `ahead` is to be called. `identity` is the same
+    for the same samples, also in a copy of the folder.
     """
 
     draws_random_numbers: ClassVar[bool] = False  # see `Reader.may_draw`
@@ -99,6 +100,7 @@ class TokenDataset(Renewed):
     ) -> None:
         self.files = ShardFiles(directory, manifest, split, cache)
         self.sequence = sequence
+        self.identity = f"{manifest.digest} {split} {sequence}"
         itemsize = self.files.dtype.itemsize
         self.stride = sequence * itemsize  # bytes from a sample to the next one
         self.nbytes = self.stride + itemsize  # of a sample
