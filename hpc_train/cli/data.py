@@ -38,7 +38,7 @@ def options() -> Parser:
         "verify",
         help="check that the shards are what was prepared",
         description="Read every shard and compare its hash. Under a launcher the ranks divide the "
-        "shards among them. The exit code is 2 if any shard is damaged.",
+        "shards among them. The exit code is 1 if any file is damaged.",
     )
     verify.add_argument("folder", metavar="DIR", help="the data folder")
     verify.add_argument(

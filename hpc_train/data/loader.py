@@ -13,6 +13,7 @@ import numpy as np
 
 from hpc_train.data.fork_server import why_no_processes
 from hpc_train.data.leaves import fewer_rows
+from hpc_train.data.lengths import items_in
 from hpc_train.data.methods import ahead_of
 from hpc_train.data.mixture import datasets_in
 from hpc_train.data.order import SampleOrder, samples_said
@@ -66,7 +67,7 @@ class Part:
         """What the loss of these samples is a mean over: the samples, or what `counted` counts."""
         if not self.counted:
             return 0
-        return self.count if counted is None else int(counted(batch))
+        return self.count if counted is None else items_in(batch, counted)
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def checked_manifest(directory: Path, parse: Callable[[Any], M], kind: str) -> M
         kind: what `hpc-train prepare` has to be called with to make such a folder.
 
     Raises:
-        DataError: there is no manifest, or it is damaged, or of another kind.
+        DataError: there is no manifest, or it is damaged, or of another kind or version.
     """
     path = directory / FILE_NAME
     try:
@@ -221,6 +221,11 @@ def checked_manifest(directory: Path, parse: Callable[[Any], M], kind: str) -> M
         raise DataError(
             f"{directory} is a folder of another kind: {error}",
             f"give a folder that `hpc-train prepare {kind}` has made",
+        ) from None
+    except OtherVersionError as error:
+        raise DataError(
+            f"{path} was made by another version of hpc_train: {error}",
+            "use the version that made it, or prepare the data with this one into a new folder",
         ) from None
     except RecursionError:
         raise DataError(f"{path} is damaged (it is nested too deeply)", PREPARE_AGAIN) from None
@@ -351,11 +356,16 @@ class OtherKindError(ValueError):
     """A manifest is sound, as far as its format says, but of another kind of data."""
 
 
+class OtherVersionError(ValueError):
+    """A manifest has the hash of its content, and a format of another version."""
+
+
 def check_format(tree: Any, wanted: str) -> None:
     """Raise a ValueError unless a manifest has a format.
 
     Raises:
         OtherKindError: the manifest is of another kind of data.
+        OtherVersionError: it is whole, and of another version.
         ValueError: its format is not known.
     """
     found = tree.get("format") if isinstance(tree, dict) else wanted
@@ -364,7 +374,10 @@ def check_format(tree: Any, wanted: str) -> None:
     of, kind = str(found).partition("/")[0], wanted.partition("/")[0]
     if of != kind and of in DATA_KINDS:
         raise OtherKindError(f"it has {DATA_KINDS[of]}, not {DATA_KINDS[kind]}")
-    raise ValueError(f"its format is {short_value(found)}, not {wanted}")
+    text = f"its format is {short_value(found)}, not {wanted}"
+    if of == kind and tree.get("hash") == hash_of_manifest(tree):
+        raise OtherVersionError(text)
+    raise ValueError(text)
 
 
 def check_keys(what: str, tree: Any, keys: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hpc_train.data.lengths import lengths_of
 from hpc_train.data.methods import ahead_of, fetch_of, gives_single
-from hpc_train.data.order import SampleOrder, number_of_samples
+from hpc_train.data.order import SampleOrder, number_of_samples, shuffles
 from hpc_train.data.substitutes import Substituted, Substitutes
 from hpc_train.errors import ConfigError, UserError, plural
 from hpc_train.seeds import mix
@@ -208,7 +208,7 @@ class MixedOrder(SampleOrder):
     def __init__(
         self, mixture: Mixture, batch: int, *, seed: int, shuffle: bool | Literal["full"]
     ) -> None:
-        super().__init__(len(mixture), batch, seed=seed, shuffle=bool(shuffle))
+        super().__init__(len(mixture), batch, seed=seed, shuffle=shuffles(shuffle))
         self.orders = [
             SampleOrder.of(dataset, 1, seed=mix(self.seed, number), shuffle=shuffle)
             for number, dataset in enumerate(mixture.datasets)

@@ -103,6 +103,17 @@ def _whole(value: Any) -> int | None:
     return None
 
 
+def shuffles(shuffle: Any) -> bool:
+    """Whether a value of `shuffle` asks for any shuffling.
+
+    Raises:
+        ConfigError: it is none of True, False and "full".
+    """
+    if shuffle not in (True, False, "full"):
+        raise ConfigError(f"shuffle is {shuffle!r}", 'give True, False or "full"')
+    return bool(shuffle)
+
+
 class SampleOrder:
     """Says which samples each step's batch has.
 
@@ -168,7 +179,8 @@ class SampleOrder:
         The method takes what this one takes, but for the data set.
 
         Raises:
-            ConfigError: as `SampleOrder` raises it, or an attribute is no number of samples.
+            ConfigError: as `SampleOrder` raises it, or an attribute is no number of samples, or
+                shuffle is none of True, False and "full".
             UserError: the data set has no number of samples.
         """
         if hasattr(dataset, "sample_order"):
@@ -179,8 +191,7 @@ class SampleOrder:
             block = samples_said(dataset, "samples_per_block")
             if getattr(dataset, "samples_together", None) is not None:
                 together = samples_said(dataset, "samples_together")
-        every = bool(shuffle)
-        samples = number_of_samples(dataset)
+        every, samples = shuffles(shuffle), number_of_samples(dataset)
         return cls(samples, batch, seed=seed, shuffle=every, block=block, together=together)
 
     @property

@@ -12,7 +12,6 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from hpc_train.data.ahead import AHEAD_BYTES, Ahead
@@ -31,18 +30,30 @@ ALONE = getrefcount(_one[0])  # of an array to which a list alone refers; versio
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """Memory of a batch: its tokens, int64, and views of them, the inputs and the targets."""
+    """Memory of a batch: its inputs and its targets, int64 (N, T) each.
 
-    tokens: np.ndarray
+    They share none: a program may change its targets and keep its inputs.
+    """
+
     parts: list[np.ndarray]
 
     def is_free(self) -> bool:
         """Whether no tensor refers to it. Tensors that are made of a part refer to the part."""
         return getrefcount(self.parts[0]) == ALONE == getrefcount(self.parts[1])
 
+    def fill(self, places: slice | np.ndarray, inputs: np.ndarray, targets: np.ndarray) -> None:
+        """Copy the inputs and the targets of some samples to their places in the batch."""
+        self.parts[0][places] = inputs
+        self.parts[1][places] = targets
+
     def tensors(self) -> tuple[Tensor, Tensor]:
         """The inputs and the targets."""
         return torch.from_numpy(self.parts[0]), torch.from_numpy(self.parts[1])
+
+
+def has_one_sample(manifest: Manifest, split: str, sequence: int) -> bool:
+    """Whether a split has a sample of `sequence` tokens and their targets, within one shard."""
+    return any(shard.tokens > sequence for shard in manifest.splits.get(split, ()))
 
 
 def check_one_sample(directory: Path, manifest: Manifest, split: str, sequence: int) -> None:
@@ -51,11 +62,11 @@ def check_one_sample(directory: Path, manifest: Manifest, split: str, sequence: 
     Raises:
         DataError: it has none.
     """
-    shards = manifest.splits.get(split, ())
-    if any(shard.tokens > sequence for shard in shards):
+    if has_one_sample(manifest, split, sequence):
         return
+    tokens, shards = manifest.tokens(split), manifest.splits.get(split, ())
     raise DataError(
-        f"split {split} of {directory} has {plural(manifest.tokens(split), 'token')} in "
+        f"split {split} of {directory} has {plural(tokens, 'token')} in "
         f"{plural(len(shards), 'shard')}: not one sample of {sequence} + 1",
         "prepare more text, or use a smaller model.sequence",
     )
@@ -82,7 +93,8 @@ class TokenDataset(Renewed):
         ConfigError: `damaged` is neither "raise" nor "substitute".
 
     The attribute `samples_per_block` says how many neighbours are worth reading one after another,
-    and `samples_ahead` how many samples in advance `ahead` is to be called.
+    and `samples_ahead` how many samples in advance `ahead` is to be called. `identity` is the same
+    for the same samples, also in a copy of the folder.
     """
 
     draws_random_numbers: ClassVar[bool] = False  # see `Reader.may_draw`
@@ -99,6 +111,7 @@ class TokenDataset(Renewed):
     ) -> None:
         self.files = ShardFiles(directory, manifest, split, cache)
         self.sequence = sequence
+        self.identity = f"{manifest.digest} {split} {sequence}"
         itemsize = self.files.dtype.itemsize
         self.stride = sequence * itemsize  # bytes from a sample to the next one
         self.nbytes = self.stride + itemsize  # of a sample
@@ -157,9 +170,8 @@ class TokenDataset(Renewed):
         """Read samples.
 
         Returns:
-            Tokens and targets, int64 of shape (len(indices), T) each. They share memory: copy them
-            before you change one. If some samples stand in for damaged ones, the tuple is a
-            `Substituted`.
+            Tokens and targets, int64 of shape (len(indices), T) each. If some samples stand in for
+            damaged ones, the tuple is a `Substituted`.
 
         Raises:
             DataError: a shard cannot be read, ends early or is damaged, or a token is not in the
@@ -187,17 +199,18 @@ class TokenDataset(Renewed):
         numbers, begins = self._places_of(wanted)
         with self._fetching:
             self._reserve(len(wanted))
-            memory = self._new(len(wanted), self.sequence + 1)
+            memory = self._new(len(wanted))
             if len(lasts) < len(apart):
                 # The first sample of a shard is no neighbour of the last one of the shard before.
                 lasts = (apart | (begins[1:] == 0)).nonzero()[0]
-                self._read_runs(numbers, begins, lasts.tolist(), memory.tokens, order)
+                self._read_runs(numbers, begins, lasts.tolist(), memory, order)
             else:
                 places = self._places[: len(wanted)]
                 if order is not None:
                     places = [self._places[place] for place in order.tolist()]
                 self.files.read(numbers, begins, self.nbytes, places)
-                np.copyto(memory.tokens, self._stored[: len(wanted)])
+                stored = self._stored[: len(wanted)]
+                memory.fill(slice(None), stored[:, :-1], stored[:, 1:])
             return memory.tensors()
 
     def ahead(self, indices: Sequence[int] | np.ndarray) -> None:
@@ -222,8 +235,8 @@ class TokenDataset(Renewed):
             self._reserve(count)
             stored = self._memory[: count * self.stride + self.files.dtype.itemsize]
             self.files.read_one(number, begin, stored.data)
-            memory = self._new(count, self.sequence)
-            np.copyto(memory.tokens, stored.view(self.files.dtype))
+            memory = self._new(count)
+            memory.fill(slice(None), *self._of_run(stored))
             return memory.tensors()
 
     def _read_runs(
@@ -231,7 +244,7 @@ class TokenDataset(Renewed):
         numbers: np.ndarray,
         begins: np.ndarray,
         lasts: list[int],
-        rows: np.ndarray,
+        memory: _Memory,
         order: np.ndarray | None,
     ) -> None:
         """Read runs of neighbours, which share a token. `lasts` has the end of all but the last."""
@@ -243,10 +256,13 @@ class TokenDataset(Renewed):
         memories = [[run.data] for run in runs]
         self.files.read(numbers[firsts], begins[firsts], np.array(sizes), memories)
         for run, first, count in zip(runs, firsts, counts, strict=True):
-            tokens = run.view(self.files.dtype)
             places = slice(first, first + count) if order is None else order[first : first + count]
-            rows[places, :-1] = tokens[:-1].reshape(count, self.sequence)
-            rows[places, -1] = tokens[self.sequence :: self.sequence]
+            memory.fill(places, *self._of_run(run))
+
+    def _of_run(self, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The inputs and the targets of neighbours, of the bytes that were read for them."""
+        tokens = stored.view(self.files.dtype)
+        return tokens[:-1].reshape(-1, self.sequence), tokens[1:].reshape(-1, self.sequence)
 
     def _reserve(self, samples: int) -> None:
         """Have places for some samples."""
@@ -259,24 +275,19 @@ class TokenDataset(Renewed):
             self._stored = rows.view(self.files.dtype)
             self._places = [[row.data] for row in rows]
 
-    def _new(self, count: int, apart: int) -> _Memory:
+    def _new(self, count: int) -> _Memory:
         """Memory for a batch: that of an earlier one, if nothing refers to it.
 
         The system has to clear new memory, which takes longer than filling it.
 
         Args:
             count: number of samples.
-            apart: tokens from the beginning of a sample to that of the next one: T, and the tokens
-                are of shape (count * T + 1,); or more, and they are of shape (count, apart).
         """
-        shape = (count * apart + 1,) if apart == self.sequence else (count, apart)
         for memory in self._given:
-            if memory.tokens.shape == shape and memory.is_free():
+            if len(memory.parts[0]) == count and memory.is_free():
                 return memory
-        tokens = np.empty(shape, np.int64)
-        strides, begins = (8 * apart, 8), (tokens.reshape(-1), tokens.reshape(-1)[1:])
-        parts = [as_strided(one, (count, self.sequence), strides) for one in begins]
-        self._given = [*self._given[1 - MOST_KEPT :], _Memory(tokens, parts)]
+        parts = [np.empty((count, self.sequence), np.int64) for _ in range(2)]
+        self._given = [*self._given[1 - MOST_KEPT :], _Memory(parts)]
         return self._given[-1]
 
     def close(self) -> None:

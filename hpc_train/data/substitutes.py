@@ -50,8 +50,9 @@ class Substitutes:
     """The damaged samples of a data set that this process knows, and what stands in for them.
 
     In place of a damaged sample one is drawn from the whole data set, by its number alone. If that
-    is damaged, too, another one is drawn. Copies of the data set for other threads share this
-    object; a copy for a worker process has one of its own.
+    is damaged, too, another one is drawn. A damaged sample is looked at again when it is wanted
+    again: the file system may have been at fault, on this rank alone. Copies of the data set for
+    other threads share this object; a copy for a worker process has one of its own.
 
     Args:
         samples: number of samples in the data set.
@@ -59,7 +60,7 @@ class Substitutes:
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
-        self._causes: dict[int, str] = {}  # what is wrong with each damaged sample
+        self._damaged: set[int] = set()  # the samples that could not be read at the last look
         self._told: dict[str, object] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Substitutes:
@@ -78,15 +79,18 @@ class Substitutes:
         Raises:
             DataError: MOST_DRAWS samples in place of one are damaged, too.
         """
+        causes: dict[int, str] = {}  # what is wrong with each sample that cannot be read now
+        # These are looked at first, as a batch of sound samples is read in one go.
+        self._look(np.array([n for n in wanted.tolist() if n in self._damaged]), read, causes)
         again = False
         while True:
-            taken = self._taken(wanted)
+            taken = self._taken(wanted, causes)
             try:
                 batch = read(taken)
                 break
             except DataError:
                 # All may be sound now, if the file system was at fault.
-                if not self._look(taken, read) and again:
+                if not self._look(taken, read, causes) and again:
                     raise
                 again = True
         places = np.flatnonzero(taken != wanted)
@@ -94,34 +98,44 @@ class Substitutes:
             return batch
         numbers = wanted[places].tolist()
         pairs = zip(numbers, taken[places].tolist(), strict=True)
-        return Substituted.of(batch, pairs, dict.fromkeys(self._causes[n] for n in numbers))
+        return Substituted.of(batch, pairs, dict.fromkeys(causes[n] for n in numbers))
 
-    def _taken(self, wanted: np.ndarray) -> np.ndarray:
-        """The samples to read: those that are not known to be damaged, and substitutes."""
-        if not self._causes:
+    def _taken(self, wanted: np.ndarray, causes: Mapping[int, str]) -> np.ndarray:
+        """The samples to read: those that have no cause of damage, and substitutes."""
+        if not causes:
             return wanted
-        numbers = (self._substitute(n) if n in self._causes else n for n in wanted.tolist())
+        numbers = (self._substitute(n, causes) if n in causes else n for n in wanted.tolist())
         return np.fromiter(numbers, np.int64, len(wanted))
 
-    def _substitute(self, number: int) -> int:
+    def _substitute(self, number: int, causes: Mapping[int, str]) -> int:
         for draw in range(MOST_DRAWS):
             found = mix(number, draw) % self.samples
-            if found not in self._causes:
+            if found not in causes:
                 return found
         raise DataError(
-            f"{self._causes[number]}, and {MOST_DRAWS} samples that could stand in for a sample of "
-            "it are damaged, too",
+            f"{causes[number]}, and {MOST_DRAWS} samples that could stand in for a sample of it "
+            "are damaged, too",
             COPY_AGAIN,
         )
 
-    def _look(self, taken: np.ndarray, read: Callable[[np.ndarray], tuple[Any, ...]]) -> bool:
-        """Read samples one by one, so that each is judged alone. Returns whether one is damaged."""
+    def _look(
+        self,
+        taken: np.ndarray,
+        read: Callable[[np.ndarray], tuple[Any, ...]],
+        causes: dict[int, str],
+    ) -> bool:
+        """Read samples one by one, so that each is judged alone. Returns whether one is damaged.
+
+        `causes` takes what is wrong with each damaged one.
+        """
         damaged = False
         for number in np.unique(taken).tolist():
             try:
                 read(np.array([number]))
+                self._damaged.discard(number)
             except DataError as error:
-                self._causes[number] = error.cause
+                causes[number] = error.cause
+                self._damaged.add(number)
                 if multiprocessing.parent_process() is None:  # else the rank tells it (`Processes`)
                     self.tell([error.cause])
                 damaged = True

@@ -16,7 +16,7 @@ from hpc_train.data.manifest import Manifest
 from hpc_train.data.mixture import Mixture
 from hpc_train.data.packing import DocumentWindows, PackedDataset
 from hpc_train.data.shard_files import ShardFiles
-from hpc_train.data.shards import TokenDataset
+from hpc_train.data.shards import TokenDataset, has_one_sample
 from hpc_train.errors import DataError, plural
 from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.group import Group
@@ -143,7 +143,7 @@ def open_samples(
     """
     if across_documents:
         with agreed(group):
-            if split == "validation" and manifest.tokens(split) <= sequence:
+            if split == "validation" and not has_one_sample(manifest, split, sequence):
                 return None
             return TokenDataset(directory, manifest, split, sequence, cache, damaged)
     with agreed(group):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from hpc_train.data import Arrays, Mixture, TokenDataset
 from hpc_train.data.fingerprint import alike, fingerprint
 from hpc_train.data.leaves import leaves
+from hpc_train.data.prepare.work import prepare_text
 from hpc_train.data.reader import Reader
+from tests.data.fields import answers_here
 
 
 def look(dataset, **how):
@@ -46,6 +51,34 @@ def test_other_samples_are_told_apart(one, other):
 def test_samples_that_another_processor_computes_are_alike():
     (drawn,) = numbers(1).tensors
     assert alike(look(TensorDataset(drawn)), look(TensorDataset(drawn * (1 + 1e-6))))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_prepared_texts_are_told_apart_without_a_look_at_their_samples(text_data, tmp_path, mixed):
+    def opened(folder, **how):
+        one = TokenDataset.open(folder, **{"sequence": 8, **how})
+        return look(Mixture([(one, 1), (one, 2)]) if mixed else one)
+
+    copy = shutil.copytree(text_data, tmp_path / "copy")
+    for shard in copy.rglob("*.h5"):
+        shard.write_bytes(b"")
+    assert alike(opened(text_data), opened(copy))
+    (tmp_path / "others.txt").write_text("other words" * 9, encoding="utf-8")
+    prepare_text([tmp_path / "others.txt"], tmp_path / "others")
+    assert not alike(opened(text_data), opened(tmp_path / "others"))
+    assert not alike(opened(text_data), opened(text_data, sequence=9))
+
+
+def test_arrays_are_told_apart(tmp_path, monkeypatch):
+    answers_here(monkeypatch)
+
+    def opened(name, first):
+        with h5py.File(tmp_path / name, "w") as file:
+            file["x"] = np.arange(first, first + 12.0).reshape(6, 2)
+        return look(Arrays(tmp_path / name, "x"))
+
+    assert alike(opened("a.h5", 0), opened("b.h5", 0))
+    assert not alike(opened("a.h5", 0), opened("c.h5", 1))
 
 
 class Odd:

@@ -97,6 +97,13 @@ def test_a_data_set_whose_blocks_are_no_number_is_refused(block):
     assert SampleOrder.of(Blocks(range(9)), 3, shuffle="full").block == 1
 
 
+@pytest.mark.parametrize("shuffle", ["none", "false", "FULL", None, 2])
+def test_a_shuffle_that_is_none_of_three_values_is_refused(shuffle):
+    for dataset in ([1, 2], Mixture([([1, 2], 1), ([3, 4], 1)])):
+        with pytest.raises(ConfigError, match='give True, False or "full"'):
+            SampleOrder.of(dataset, 2, shuffle=shuffle)
+
+
 def test_whole_numbers_of_numpy_are_taken_as_pythons():
     class Blocks(list):
         samples_per_block = np.int64(3)

@@ -104,6 +104,14 @@ def test_what_was_given_stays_as_it_is(stored):
     assert dataset.fetch(few[0])[0].data_ptr() == memory
 
 
+@pytest.mark.parametrize("wanted", [[3, 4, 5], [3, 4, 900], [9, 3, 700]])
+def test_targets_that_a_program_changes_leave_the_inputs_as_they_are(stored, wanted):
+    folder, manifest, tokens = stored
+    inputs, targets = TokenDataset(folder, manifest, "train", 100).fetch(wanted)
+    targets.zero_()
+    assert (inputs.numpy() == rows_of(tokens, 100)[wanted][:, :-1]).all()
+
+
 def test_several_threads_fetch_at_once(stored):
     folder, manifest, tokens = stored
     dataset, expected = TokenDataset(folder, manifest, "train", 100), rows_of(tokens, 100)

@@ -214,6 +214,18 @@ def test_a_shard_that_could_not_be_read_for_a_moment_is_read_again(copied, monke
     assert (batch[0].numpy() == rows[[1, 5]]).all()
 
 
+def test_a_shard_that_could_not_be_read_for_longer_is_read_in_the_next_epoch(copied):
+    folder, manifest, rows = copied
+    dataset, third = opened(folder, manifest), len(rows) // 3
+    (folder / "train-1.h5").rename(folder / "away")
+    batch = dataset.fetch([third, 5])
+    assert [number for number, _ in batch.pairs] == [third]
+    (folder / "away").rename(folder / "train-1.h5")
+    again = dataset.fetch([third, 5])
+    assert not isinstance(again, Substituted)
+    assert (again[0].numpy() == rows[[third, 5]]).all()
+
+
 def test_another_policy_is_refused(copied):
     folder, manifest, _ = copied
     with pytest.raises(ConfigError, match="damaged is 'skip': give raise or substitute"):

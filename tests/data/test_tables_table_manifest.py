@@ -90,6 +90,14 @@ def test_what_is_wrong_is_named(folder, tmp_path, change, message):
         read_table_manifest(tmp_path)
 
 
+def test_a_manifest_of_another_version_is_not_called_damaged(folder, tmp_path):
+    tree = json.loads((folder / FILE_NAME).read_text()) | {"format": "hpc_train.table/9", "new": 1}
+    tree["hash"] = hash_of_manifest(tree)
+    (tmp_path / FILE_NAME).write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=r"made by another version of hpc_train: .*table/9.*: use"):
+        read_table_manifest(tmp_path)
+
+
 def test_folders_of_tokens_and_of_tables_are_told_apart(folder, tmp_path):
     (tmp_path / "a.txt").write_text("text " * 100)
     prepare_text([tmp_path / "a.txt"], tmp_path / "out", validation=0)

@@ -96,6 +96,18 @@ def test_tokens_weigh_the_same_in_micro_batches_of_equal_numbers_of_samples(tmp_
     assert many == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.mpi
+def test_a_number_of_items_that_is_not_whole_ends_all_ranks(job, together):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_rank = LoopOptions(counted=lambda batch: 2.7 if job.world.rank == 0 else 3)
+    with (
+        Loop(job, together, model, optimizer, of_rank) as loop,
+        pytest.raises(UserError, match=r"`counted` returned 2.7"),
+    ):
+        next(iter(next(loop.epochs([*range(8)], batch=4, epochs=1))[1]))
+
+
 def test_losses_without_weights_are_refused(tmp_path):
     model = torch.nn.Sequential(torch.nn.Embedding(14, 6), torch.nn.Linear(6, 14)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

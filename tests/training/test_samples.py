@@ -157,3 +157,13 @@ def test_without_a_document_to_learn_from_there_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no document of two tokens"):
         open_samples(tmp_path, manifest, "train", SEQUENCE, **APART)
     assert open_samples(tmp_path, manifest, "validation", SEQUENCE, **APART) is None
+
+
+def test_a_held_out_split_of_shards_that_are_all_too_short_has_no_samples(tmp_path):
+    short = [
+        write_shard(tmp_path / f"{n}.h5", np.zeros(SEQUENCE, np.uint8), np.zeros(1, np.int64))
+        for n in range(2)
+    ]
+    manifest = Manifest(14, "uint8", "bytes", 2, {"train": (), "validation": (*short,)})
+    how = {"across_documents": True, "group": Group()}
+    assert open_samples(tmp_path, manifest, "validation", SEQUENCE, **how) is None

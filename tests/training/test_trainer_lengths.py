@@ -26,13 +26,14 @@ class Sentences:
             torch.from_numpy(generator.integers(0, 14, generator.integers(2, 10)))
             for _ in range(samples)
         ]
+        self.sizes = np.array([len(one) // 2 * 2 for one in self.texts])
         self.shapes = set()
 
     def __len__(self):
         return len(self.texts)
 
     def lengths(self, indices):
-        return np.array([len(self.texts[index]) // 2 * 2 for index in indices])
+        return self.sizes[indices]
 
     def fetch(self, indices):
         width = int(self.lengths(indices).max())
@@ -90,8 +91,9 @@ def test_losses_are_those_of_whole_batches_on_one_rank(job, together, over, batc
 def test_a_mixture_is_cut_by_length_and_has_the_losses_of_whole_batches(tmp_path):
     def trained(name, *options):
         training = Mixture([(Sentences(60, 1), 2), (Sentences(40, 3), 1)], padding=(0, -100))
-        settings = config(tmp_path / name, "--data.loss", "token", "--data.batch", "20", *options)
-        task = TrainingTask(gpt(), training, validation=Sentences(20, 2), counted=counted_targets)
+        given = ["--data.loss", "token", "--data.batch", "20", "--data.validation_batches", "1"]
+        settings = config(tmp_path / name, *given, *options)
+        task = TrainingTask(gpt(), training, validation=Sentences(33, 2), counted=counted_targets)
         with Trainer(settings, task, alone()) as trainer:
             trainer.train()
         return set().union(*(one.shapes for one in training.datasets))
