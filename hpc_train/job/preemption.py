@@ -111,7 +111,8 @@ def signals_kept() -> Iterator[None]:
     """Keep stop signals that come before a `StopRequests` is made. Signals with handlers are left.
 
     If none is made, a signal that came ends the process when the block is done. Ctrl-C asks for a
-    stop, too, while there is one (`Interrupts`).
+    stop, too, while there is one (`Interrupts`). What a training has not answered before the block
+    is done is dropped, as it is not for the next block.
     """
     if threading.current_thread() is not threading.main_thread():  # which cannot have handlers
         yield
@@ -126,6 +127,7 @@ def signals_kept() -> Iterator[None]:
     try:
         yield
     finally:
+        StopRequests.interrupted, StopRequests.unanswered = False, 0
         if signal.getsignal(signal.SIGINT) is interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in kept:
@@ -150,6 +152,9 @@ class StopRequests:
 
     interrupted: ClassVar[bool] = False
     """Whether this process has sent SIGTERM to itself because of Ctrl-C."""
+    unanswered: ClassVar[int] = 0
+    """A signal that came to a training of this program after its last agreement. The next training
+    answers it, because schedulers send one signal only; 0: there is none."""
 
     def __init__(
         self, time_limit: float | None = None, end: float | None = None, file: Path | None = None
@@ -166,7 +171,7 @@ class StopRequests:
         self._total = math.inf
         self._looked = 0.0
         self._started = psutil.Process().create_time()
-        self._signal = 0
+        self._signal, StopRequests.unanswered = StopRequests.unanswered, 0
         self._before: dict[int, Any] = {
             number: signal.signal(number, self._note) for number in REQUEST_SIGNALS
         }
@@ -256,7 +261,12 @@ class StopRequests:
         return signal.Signals(reason).name if reason else None
 
     def close(self) -> None:
-        """Put the former signal handlers back, or ignore the signals if the job is stopping."""
+        """Put the former signal handlers back, or ignore the signals if the job is stopping.
+
+        A signal that nobody has answered is kept for the next training of the program.
+        """
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:  # else another handler has replaced ours
                 signal.signal(number, signal.SIG_IGN if self._stopping else handler)
+        if not self._stopping:
+            StopRequests.unanswered, self._signal = self._signal, 0

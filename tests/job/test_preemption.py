@@ -115,6 +115,25 @@ def test_after_the_answer_a_signal_does_what_it_always_does(default):
     assert signal.getsignal(default) is signal.SIG_DFL
 
 
+def test_a_signal_after_the_last_agreement_stops_the_next_training_of_the_program(default):
+    with signals_kept():
+        first = StopRequests()
+        assert first.agree(Group()) is None
+        os.kill(os.getpid(), default)
+        first.close()
+        StopRequests().close()  # it has nothing to do, so the ranks agree on nothing
+        second = StopRequests()
+        assert second.agree(Group()) == default.name
+        second.close()
+    with signals_kept():
+        third = StopRequests()
+        assert third.agree(Group()) is None, "it was answered"
+        os.kill(os.getpid(), default)
+        third.close()
+    with signals_kept():
+        assert StopRequests().pending() == 0, "another program"
+
+
 @pytest.mark.parametrize(
     ("block", "told"),
     [
