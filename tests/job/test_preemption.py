@@ -44,6 +44,27 @@ def test_the_time_limit_counts_from_the_start_of_the_process(requests):
     assert "time_limit" in stop.agree(Group(), needed_seconds=110)
 
 
+def test_a_clock_that_is_set_forward_ends_no_run(requests, monkeypatch):
+    stop = requests(time_limit=3600)
+    later = time.time() + 7200
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert stop.agree(Group()) is None
+
+
+def test_the_program_hears_of_a_continuation_as_before(requests):
+    heard = []
+    before = signal.signal(signal.SIGCONT, lambda *_: heard.append(1))
+    own = signal.getsignal(signal.SIGCONT)
+    try:
+        stop = StopRequests()
+        os.kill(os.getpid(), signal.SIGCONT)
+        assert (stop.continued, heard) == (1, [1])
+        stop.close()
+        assert signal.getsignal(signal.SIGCONT) is own
+    finally:
+        signal.signal(signal.SIGCONT, before)
+
+
 def test_the_end_of_the_job_is_a_limit_too(requests):
     stop = requests(end=time.time() + 100)
     assert stop.agree(Group(), needed_seconds=90) is None
