@@ -97,6 +97,12 @@ def test_the_feature_that_decides_comes_first_and_the_others_have_no_effect(tmp_
     assert found(tmp_path)["repeats"] == 3
 
 
+def test_a_run_that_patience_ends_has_importance_too(tmp_path):
+    train(tmp_path, alone(), "--run.patience", "1", "--optimizer.lr", "1e-30")
+    assert found(tmp_path)["step"] == 6, "the second validation was no better"
+    assert len(found(tmp_path)["features"]) == 3
+
+
 @pytest.mark.mpi
 def test_a_stop_between_two_passes_keeps_the_features_and_progress_is_reported(
     job, together, monkeypatch
