@@ -196,12 +196,16 @@ def pytest_pyfunc_call(pyfuncitem):
 
 @pytest.fixture(autouse=True)
 def stop_signals() -> Iterator[None]:
-    """Put their handlers back: a job that stops ignores them, and programs would inherit that."""
+    """Put their handlers back: a job that stops ignores them, and programs would inherit that.
+
+    No signal of this test stops the next one.
+    """
     before = {number: signal.getsignal(number) for number in preemption.REQUEST_SIGNALS}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    preemption.StopRequests.unanswered = 0
     left = signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     assert left == blocked, "the test leaves signals blocked, and programs would inherit that"
 

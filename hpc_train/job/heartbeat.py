@@ -34,8 +34,17 @@ class Pace:
         self._usual = 0.0
         self._seen = 0
 
-    def took(self, step: int, seconds: float) -> None:
-        """Record the seconds that a step has taken."""
+    def took(self, step: int, seconds: float, *, suspended: bool = False) -> None:
+        """Record the seconds that a step has taken.
+
+        Args:
+            step: the step.
+            seconds: what it has taken.
+            suspended: whether the process was suspended meanwhile. Then nobody knows what the step
+                itself has taken, and it does not count.
+        """
+        if suspended:
+            return
         self.longest = max(self.longest, seconds)
         self._seen += 1
         if self._seen > LEARNING and not self.unusual(step):

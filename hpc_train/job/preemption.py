@@ -14,9 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-import psutil
-
 from hpc_train import files
+from hpc_train.host.process import seconds_since_begin
 from hpc_train.mpi.agreement import settle
 from hpc_train.mpi.group import Group
 
@@ -111,7 +110,8 @@ def signals_kept() -> Iterator[None]:
     """Keep stop signals that come before a `StopRequests` is made. Signals with handlers are left.
 
     If none is made, a signal that came ends the process when the block is done. Ctrl-C asks for a
-    stop, too, while there is one (`Interrupts`).
+    stop, too, while there is one (`Interrupts`). What a training has not answered before the block
+    is done is dropped, as it is not for the next block.
     """
     if threading.current_thread() is not threading.main_thread():  # which cannot have handlers
         yield
@@ -126,6 +126,7 @@ def signals_kept() -> Iterator[None]:
     try:
         yield
     finally:
+        StopRequests.interrupted, StopRequests.unanswered = False, 0
         if signal.getsignal(signal.SIGINT) is interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in kept:
@@ -150,6 +151,9 @@ class StopRequests:
 
     interrupted: ClassVar[bool] = False
     """Whether this process has sent SIGTERM to itself because of Ctrl-C."""
+    unanswered: ClassVar[int] = 0
+    """A signal that came to a training of this program after its last agreement. The next training
+    answers it, because schedulers send one signal only; 0: there is none."""
 
     def __init__(
         self, time_limit: float | None = None, end: float | None = None, file: Path | None = None
@@ -163,10 +167,14 @@ class StopRequests:
         """Whether the ranks have agreed to save once, to measure how long that takes."""
         self.asked = False
         """Whether the ranks have agreed on what a rank asked for, see `agree`."""
+        self.continued = 0
+        """How often this process was continued after a suspension (SIGCONT)."""
         self._total = math.inf
-        self._looked = 0.0
-        self._started = psutil.Process().create_time()
-        self._signal = 0
+        self._looked = -math.inf
+        # Not by the clock of the host, which may be set while the job runs.
+        begun = time.monotonic() - seconds_since_begin()
+        self._limit = math.inf if time_limit is None else begun + time_limit
+        self._signal, StopRequests.unanswered = StopRequests.unanswered, 0
         self._before: dict[int, Any] = {
             number: signal.signal(number, self._note) for number in REQUEST_SIGNALS
         }
@@ -174,6 +182,8 @@ class StopRequests:
             if isinstance(handler, SignalKeeper):
                 self._signal = handler.taken() or self._signal
                 self._before[number] = signal.SIG_DFL  # the program has started
+        self._on_continue = signal.signal(signal.SIGCONT, self._note_continued)
+        signal.siginterrupt(signal.SIGCONT, False)  # the calls of libraries go on as without it
         self._stopping = False
         # Signals that `hold_signals` has held back arrive now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUEST_SIGNALS)
@@ -185,6 +195,11 @@ class StopRequests:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
+
+    def _note_continued(self, number: int, frame: FrameType | None) -> None:
+        self.continued += 1
+        if callable(self._on_continue):
+            self._on_continue(number, frame)
 
     def pending(
         self, needed_seconds: float = 0.0, *, look: bool = True, untried: bool = False
@@ -200,16 +215,16 @@ class StopRequests:
             return ENOUGH
         if self._signal:
             return INTERRUPTED if self.interrupted else self._signal
-        now = time.time()
+        now = time.monotonic()
         if look and self.file is not None and now - self._looked >= STOP_FILE_SECONDS:
             self._looked = now
             if files.is_there(self.file):
                 return STOP_FILE
-        ends = [] if self.time_limit is None else [self._started + self.time_limit]
-        ends += [] if self.end is None else [self.end]
-        if not ends:
+        if not self.limited:
             return 0
-        left = min(ends) - now
+        left = self._limit - now
+        if self.end is not None:
+            left = min(left, self.end - time.time())
         if math.isinf(self._total):
             self._total = left
         if left < needed_seconds:
@@ -256,7 +271,14 @@ class StopRequests:
         return signal.Signals(reason).name if reason else None
 
     def close(self) -> None:
-        """Put the former signal handlers back, or ignore the signals if the job is stopping."""
+        """Put the former signal handlers back, or ignore the signals if the job is stopping.
+
+        A signal that nobody has answered is kept for the next training of the program.
+        """
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:  # else another handler has replaced ours
                 signal.signal(number, signal.SIG_IGN if self._stopping else handler)
+        if signal.getsignal(signal.SIGCONT) == self._note_continued:
+            signal.signal(signal.SIGCONT, self._on_continue)
+        if not self._stopping:
+            StopRequests.unanswered, self._signal = self._signal, 0

@@ -39,6 +39,7 @@ from hpc_train.parallel.compiled import compile_blocks
 from hpc_train.training import averaging, sharing
 from hpc_train.training.costs import RunCosts
 from hpc_train.training.device import (
+    SameThreads,
     choose_device,
     choose_matmul,
     make_deterministic,
@@ -220,7 +221,9 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     if not shared.zero and is_unwaited(config, optimizer, device):
         unwaited = UnwaitedClipping(optimizer, device, config.optimizer.clip_norm)
     steps = OptimizerSteps(config, group, averager, scaler, layout.gradients, device, unwaited)
-    state = replace(state, extra=Together([state.extra, substituted, patience, costs, steps]))
+    same_threads = [SameThreads(group, device)] if config.run.deterministic else []
+    more = [substituted, patience, costs, steps, *same_threads]
+    state = replace(state, extra=Together([state.extra, *more]))
     collectives = connect(group)
     checkpoints = Checkpoints(
         Path(config.run.dir) / "checkpoints",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ NAMED = 5  # features that the log names
 def report_importance(trainer: Trainer, features: TableFeatures, repeats: int) -> None:
     """Write the importance of each feature to `importance.json` in the run directory. Collective.
 
-    It takes `repeats` passes over the held-out rows for each feature. If the file is there, and is
-    that of this step and as many repeats, nothing is done.
+    It takes `repeats` passes over the held-out rows for each feature. The file is written after
+    each feature. Features that it has already for this step and as many repeats are not computed
+    again.
 
     Args:
         trainer: the Trainer of the model, after its last step, with held-out rows.
@@ -42,21 +44,37 @@ def report_importance(trainer: Trainer, features: TableFeatures, repeats: int) -
 
     Raises:
         HpcTrainError: rows cannot be read, or the file cannot be written; on all ranks.
+        Stopped: a rank has a reason to stop. The next call goes on after the last feature.
     """
     path = Path(trainer.config.run.dir) / FILE
     made: dict[str, Any] = {"step": trainer.step, "repeats": repeats}
-    if from_first(trainer.group, lambda: made.items() <= _written(path).items()):
-        return
     names = [*(one.name for one in features.numeric), *(one.name for one in features.categorical)]
+    found = from_first(trainer.group, lambda: _features(path, made, names))
+    if len(found) == len(names):
+        return
     trainer.validate()
     before = dict(trainer.held_out)
-    found = {name: _changes(trainer, place, before, repeats) for place, name in enumerate(names)}
-    ordered = dict(sorted(found.items(), key=lambda item: -item[1]["loss"]))
-    with agreed(trainer.group):
-        if trainer.group.rank == 0:
-            tree = {**made, "held_out": before, "features": ordered}
-            files.write_text(path, json.dumps(tree, indent=1) + "\n")
-            logger.info("%s", describe_importance(ordered))
+    passes = _Passes(trainer)
+    for place, name in enumerate(names):
+        if name in found:
+            continue
+        found[name] = _changes(passes, place, before, repeats)
+        ordered = dict(sorted(found.items(), key=lambda item: -item[1]["loss"]))
+        with agreed(trainer.group):
+            if trainer.group.rank == 0:
+                tree = {**made, "held_out": before, "features": ordered}
+                files.write_text(path, json.dumps(tree, indent=1) + "\n")
+    if trainer.group.rank == 0:
+        logger.info("%s", describe_importance(ordered))
+
+
+def _features(path: Path, made: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The features that the file has, if it is that of `made`."""
+    written = _written(path)
+    there = written.get("features")
+    if not (made.items() <= written.items() and isinstance(there, dict)):
+        return {}
+    return {name: there[name] for name in names if name in there}
 
 
 def _written(path: Path) -> dict[str, Any]:
@@ -74,13 +92,34 @@ def describe_importance(found: Mapping[str, Mapping[str, float]]) -> str:
     return f"change of the held-out loss if a feature is permuted: {', '.join(shown)}{more}"
 
 
+class _Passes:
+    """Passes over the held-out rows. Before each one the Trainer may stop.
+
+    Args:
+        trainer: the Trainer of the model, after its last step.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._longest = 0.0  # seconds of a pass
+
+    def scores_of(self, rows: PermutedFeature) -> dict[str, float]:
+        """The scores of rows. Collective."""
+        self.trainer.check_in(self._longest)
+        begin = time.monotonic()
+        scores = self.trainer.scores_of(rows)
+        self._longest = max(self._longest, time.monotonic() - begin)
+        return scores
+
+
 def _changes(
-    trainer: Trainer, place: int, before: Mapping[str, float], repeats: int
+    passes: _Passes, place: int, before: Mapping[str, float], repeats: int
 ) -> dict[str, float]:
     """The mean changes of the loss and of the scores, and the loss's standard deviation."""
+    trainer = passes.trainer
     rows: Any = trainer.validation.reader.dataset
     seeds = [mix(trainer.config.run.seed, repeat) for repeat in range(repeats)]
-    after = [trainer.scores_of(PermutedFeature(rows, place, seed)) for seed in seeds]
+    after = [passes.scores_of(PermutedFeature(rows, place, seed)) for seed in seeds]
     common = [name for name in before if all(name in one for one in after)]
     changes = {name: _mean([one[name] - before[name] for one in after]) for name in common}
     return {**changes, "loss_std": float(np.std([one["loss"] for one in after]))}

@@ -62,7 +62,8 @@ def guarded_steps(
     saving.limited = stop.limited
     profiler.between(done)
     _tell_of_short_job(stop, saving, checkpoints)
-    phases, begin = group.waiting.phases, time.monotonic()
+    phases = group.waiting.phases
+    begin, continued = time.monotonic(), stop.continued
     for done in range(loader.steps.start - 1, loader.steps.stop - 1):
         # A job that was restarted shortly before its end has computed steps before. Any other one
         # takes a step, whatever a save took before: that may have been an exception.
@@ -84,8 +85,10 @@ def guarded_steps(
             profiler.take_request(done + 1)
         late = reason is not None and reason.startswith("time_limit")
         if stop.soon or (late and untried):
+            began_saving = time.monotonic()
             with phases("save"):
                 saving.now(checkpoints, taken(done))
+            begin += time.monotonic() - began_saving  # `reserve` has it already
             # A rank without a batch has given it up because of `needed`. It cannot compute the
             # step, so it asks with the same number again, and all stop.
             now_needed = pace.longest + saving.reserve(checkpoints)
@@ -106,7 +109,8 @@ def guarded_steps(
             yield step
         finally:
             group.waiting.limit = math.inf
-        pace.took(step.number, time.monotonic() - begin)
+        seconds = time.monotonic() - begin
+        pace.took(step.number, seconds, suspended=stop.continued > continued)
         heartbeat.tell(step.number, pace.until(step.number + 1, checkpoints.longest_save))
         with phases("save"):
             if step.number == loader.steps[-1]:
@@ -116,7 +120,7 @@ def guarded_steps(
         if profiler.ends_after(step.number):
             heartbeat.tell(step.number, 1.5 * pace.timeout)
         profiler.between(step.number)
-        begin = time.monotonic()
+        begin, continued = time.monotonic(), stop.continued
 
 
 @contextmanager

@@ -58,7 +58,8 @@ class TrainingTask:
             micro-batch then has a multiple of that many samples.
         shape: the sizes of the model, from which its operations are known; None: they are counted.
         finish: a function of the Trainer, called on all ranks after the last step, while the job
-            still holds the run directory, also if they were all taken by an earlier start.
+            still holds the run directory, also if they were all taken by an earlier start. If it
+            takes long, it calls `check_in` of the Trainer from time to time.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -75,6 +76,12 @@ class TrainingTask:
     together: int = 1
     shape: Shape | None = None
     finish: Callable[[Any], None] | None = None
+
+
+def call_with_parts(model: nn.Module, batch: Any) -> Tensor:
+    """Call a model with the parts of a batch, by name if they have names; it returns its loss."""
+    loss: Tensor = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    return loss
 
 
 def check_loss(loss: Loss | None, model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from hpc_train.data.leaves import leaves
 from hpc_train.data.loader import Loader, MicroBatch, Step, cut
 from hpc_train.data.mixture import MixedOrder, describe_drawn
 from hpc_train.data.reader import Reader
+from hpc_train.errors import Stopped
 from hpc_train.job.deadline import of_job
 from hpc_train.job.heartbeat import Heartbeat, Pace
 from hpc_train.job.leaving import leave_together
@@ -52,7 +53,7 @@ from hpc_train.training.performance import without_extras
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.step_records import StepRecords
 from hpc_train.training.steps import guarded_steps
-from hpc_train.training.task import TrainingTask, checked_loss
+from hpc_train.training.task import TrainingTask, call_with_parts, checked_loss
 from hpc_train.training.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Trainer:
         config, task = without_extras(config, task)
         self.config, self.task, self.runtime = config, task, runtime
         self.group = runtime.world
-        self.loss = task.loss or _call
+        self.loss = task.loss or call_with_parts
         made = self.assembly = assemble(config, task, runtime)
         self.grid, self.plan, self.device = made.grid, made.plan, made.device
         self.model, self.layout, self.optimizer = made.model, made.layout, made.optimizer
@@ -105,6 +106,8 @@ class Trainer:
         self.step_records = StepRecords(config, made, runtime, task.tokens_per_sample)
         self.phases = self.group.waiting.phases
         self._frozen = Frozen(self.model)
+        self._heartbeat = Heartbeat(self.group)
+        self._stop: StopRequests | None = None
         self._closed = self._searched = False
 
     def close(self) -> None:
@@ -138,7 +141,7 @@ class Trainer:
             Stopped: a signal, the stop file or the time limit stopped it, with a checkpoint.
             HpcTrainError: a part of the job failed; the same error is raised on all ranks.
         """
-        Heartbeat(self.group).finish(self._train())
+        self._heartbeat.finish(self._train())
 
     def _train(self) -> int:
         """Claim the run directory, resume, and take all steps. Returns the last one."""
@@ -150,7 +153,7 @@ class Trainer:
             finishing_saves(self.checkpoints),
             self.assembly.costs.counting(directory),
         ):
-            self.checkpoints.claim = claim
+            self.checkpoints.claim, self._stop = claim, stop
             if self.config.run.preflight:
                 found = preflight(self.runtime, directory, self.device, self.assembly.state_bytes)
                 self.step_records.links = found
@@ -189,6 +192,7 @@ class Trainer:
                         self._train_step(step, report.record)
                         after = report.last_step = step.number
                         stop.enough = self.patience.over
+                stop.enough = False  # training has ended, and what comes then is not to stop
                 if summary := self.averager.profile.describe():
                     logger.info(summary)
                 if isinstance(order := self.plan.order, MixedOrder) and order.drawn(after):
@@ -210,7 +214,22 @@ class Trainer:
     def _finish(self, step: int) -> None:
         self.step = step
         if self.task.finish is not None:
+            self.check_in()
             self.task.finish(self)
+
+    def check_in(self, needed_seconds: float = 0.0) -> None:
+        """Between two parts of long work in `task.finish`: report progress, or stop. Collective.
+
+        Args:
+            needed_seconds: seconds that the next part needs, for the time limit.
+
+        Raises:
+            Stopped: a rank has a reason to stop. The checkpoint of the last step is written.
+        """
+        assert self._stop is not None  # `train` has set it
+        self._heartbeat.tell(self.step, 1.5 * self.config.run.hang_timeout)
+        if reason := self._stop.agree(self.group, needed_seconds):
+            raise Stopped(self.step, reason)
 
     def _find_micro_batch(self) -> None:
         """Choose the size of micro-batches by trial. Collective."""
@@ -437,9 +456,3 @@ class Trainer:
         run = self.config.run
         end = of_job(self.group, run.end_margin) if run.time_limit == "auto" else None
         return StopRequests(run.time_limit_seconds(), end, directory / STOP)
-
-
-def _call(model: nn.Module, batch: Any) -> Tensor:
-    """Call a model with the parts of a batch, by name if they have names; it returns its loss."""
-    loss: Tensor = model(**batch) if isinstance(batch, Mapping) else model(*batch)
-    return loss

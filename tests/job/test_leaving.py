@@ -286,6 +286,7 @@ def test_a_rank_that_breaks_alone_ends_all_with_its_name(job, together, kind, mo
             if mine.seen == 3 and kind == "both loops":
                 break
         mine.loop.mean(1.0)  # the rank that has left hears of it here
+    mine.loop.close()  # else the next test's loop would end it, and answer its signal
     assert not mine.saved()
 
 

@@ -44,6 +44,27 @@ def test_the_time_limit_counts_from_the_start_of_the_process(requests):
     assert "time_limit" in stop.agree(Group(), needed_seconds=110)
 
 
+def test_a_clock_that_is_set_forward_ends_no_run(requests, monkeypatch):
+    stop = requests(time_limit=3600)
+    later = time.time() + 7200
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert stop.agree(Group()) is None
+
+
+def test_the_program_hears_of_a_continuation_as_before(requests):
+    heard = []
+    before = signal.signal(signal.SIGCONT, lambda *_: heard.append(1))
+    own = signal.getsignal(signal.SIGCONT)
+    try:
+        stop = StopRequests()
+        os.kill(os.getpid(), signal.SIGCONT)
+        assert (stop.continued, heard) == (1, [1])
+        stop.close()
+        assert signal.getsignal(signal.SIGCONT) is own
+    finally:
+        signal.signal(signal.SIGCONT, before)
+
+
 def test_the_end_of_the_job_is_a_limit_too(requests):
     stop = requests(end=time.time() + 100)
     assert stop.agree(Group(), needed_seconds=90) is None
@@ -113,6 +134,25 @@ def test_after_the_answer_a_signal_does_what_it_always_does(default):
         StopRequests().close()
         assert signal.getsignal(default) is signal.SIG_DFL
     assert signal.getsignal(default) is signal.SIG_DFL
+
+
+def test_a_signal_after_the_last_agreement_stops_the_next_training_of_the_program(default):
+    with signals_kept():
+        first = StopRequests()
+        assert first.agree(Group()) is None
+        os.kill(os.getpid(), default)
+        first.close()
+        StopRequests().close()  # it has nothing to do, so the ranks agree on nothing
+        second = StopRequests()
+        assert second.agree(Group()) == default.name
+        second.close()
+    with signals_kept():
+        third = StopRequests()
+        assert third.agree(Group()) is None, "it was answered"
+        os.kill(os.getpid(), default)
+        third.close()
+    with signals_kept():
+        assert StopRequests().pending() == 0, "another program"
 
 
 @pytest.mark.parametrize(

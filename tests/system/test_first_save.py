@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from random import Random
 from types import SimpleNamespace
 
@@ -53,6 +55,7 @@ class Job:
         self.loop = Loop(
             runtime, directory, model, self.optimizer, LoopOptions(every=1000, **options)
         )
+        self.suspended = 0.0  # seconds of a suspension in the 20th step
         self.loop._stop_requests = lambda: preemption.StopRequests(end=self.end)  # type: ignore[method-assign]
 
     def train(self) -> int:
@@ -61,6 +64,9 @@ class Job:
             for _, batches in self.loop.epochs(TensorDataset(torch.zeros(4)), batch=1, epochs=2000):
                 for _ in batches:
                     self.clock.now += self.step
+                    if self.suspended and self.loop.step_number == 20:
+                        self.clock.now += self.suspended
+                        os.kill(os.getpid(), signal.SIGCONT)
                     self.loop.step()
         assert self.clock.now <= self.end
         newest = step_of(find_checkpoints(self.loop.checkpoints.directory, "auto")[0])
@@ -83,6 +89,16 @@ def test_a_first_save_of_unknown_length_ends_before_the_limit(
 def test_a_save_that_takes_nearly_all_of_the_time_is_begun_early(tmp_path, monkeypatch):
     clock = Clock(monkeypatch, seconds_of_save=80)
     assert Job(tmp_path, clock, end=100, step=1).train() == 10
+
+
+@pytest.mark.parametrize("suspended", [0.0, 30.0])
+def test_neither_the_first_save_nor_a_suspension_counts_as_a_step(tmp_path, monkeypatch, suspended):
+    clock = Clock(monkeypatch, seconds_of_save=10)
+    job = Job(tmp_path, clock, end=100, step=1)
+    job.suspended = suspended
+    job.train()
+    began = clock.now - 10  # of the last save
+    assert job.end - began < (1 + 2 * 10) + 1, "a step and two saves before the end, and no more"
 
 
 def test_a_resumed_job_knows_what_a_save_took(tmp_path, monkeypatch):

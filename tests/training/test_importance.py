@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ from hpc_train.data.tables.features import (
     TargetValues,
 )
 from hpc_train.data.tables.permuted import PermutedFeature
-from hpc_train.errors import ConfigError
+from hpc_train.errors import ConfigError, Stopped
+from hpc_train.job import heartbeat
+from hpc_train.launch.protocol import PROGRESS, read_progress
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training.table_task import table_task
@@ -91,6 +95,52 @@ def test_the_feature_that_decides_comes_first_and_the_others_have_no_effect(tmp_
     assert found(tmp_path)["held_out"] != first["held_out"]
     train(tmp_path, alone(), "--run.steps", "70", "--data.importance", "3")
     assert found(tmp_path)["repeats"] == 3
+
+
+def test_a_run_that_patience_ends_has_importance_too(tmp_path):
+    train(tmp_path, alone(), "--run.patience", "1", "--optimizer.lr", "1e-30")
+    assert found(tmp_path)["step"] == 6, "the second validation was no better"
+    assert len(found(tmp_path)["features"]) == 3
+
+
+@pytest.mark.mpi
+def test_a_stop_between_two_passes_keeps_the_features_and_progress_is_reported(
+    job, together, monkeypatch
+):
+    told, due = together / "progress.json", []
+    monkeypatch.setenv(PROGRESS, str(told))
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.0)
+    fetch, pass_of = PermutedFeature.fetch, Trainer.scores_of
+
+    def counted(trainer, rows):
+        if job.world.rank == 0:
+            due.append(read_progress(told, "-0").due)
+            told.unlink()  # the next pass has to report anew
+        if len(due) == 4 and job.world.rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return pass_of(trainer, rows)
+
+    def of_first(*_):
+        pytest.fail("the first feature is computed again")
+
+    monkeypatch.setattr(Trainer, "scores_of", counted)
+    options = ["--run.steps", "5", "--run.hang_timeout", "900", "--checkpoint.every", "1"]
+    stopped = None
+    try:
+        train(together / "run", job, *options)
+    except Stopped as error:
+        stopped = error
+    assert str(stopped) == "stopped by SIGUSR1 after step 5, checkpoint written"
+    early = found(together / "run")["features"]
+    assert sorted(early) == ["a", "b"]
+    monkeypatch.setattr(
+        PermutedFeature, "fetch", lambda rows, at: (of_first if rows.place < 2 else fetch)(rows, at)
+    )
+    train(together / "run", job, *options)
+    after = found(together / "run")["features"]
+    assert {name: after[name] for name in early} == early
+    assert sorted(after) == ["a", "b", "c"]
+    assert set(due) == ({1350.0} if job.world.rank == 0 else set())
 
 
 @pytest.mark.mpi
