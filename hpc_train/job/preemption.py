@@ -182,8 +182,10 @@ class StopRequests:
             if isinstance(handler, SignalKeeper):
                 self._signal = handler.taken() or self._signal
                 self._before[number] = signal.SIG_DFL  # the program has started
-        self._on_continue = signal.signal(signal.SIGCONT, self._note_continued)
-        signal.siginterrupt(signal.SIGCONT, False)  # the calls of libraries go on as without it
+        self._on_continue = signal.getsignal(signal.SIGCONT)
+        if self._on_continue is not None:  # else a library has a handler that is not Python's
+            signal.signal(signal.SIGCONT, self._note_continued)
+            signal.siginterrupt(signal.SIGCONT, False)  # the calls of libraries go on as without it
         self._stopping = False
         # Signals that `hold_signals` has held back arrive now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUEST_SIGNALS)
