@@ -22,7 +22,7 @@ from hpc_train.checkpoint.routes import Plans
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.collectives import Collectives
 from hpc_train.collectives.overwrite import overwrite
-from hpc_train.errors import CheckpointMismatch
+from hpc_train.errors import CheckpointMismatch, plural
 from hpc_train.mpi.agreement import agreed, same
 from hpc_train.mpi.group import Group
 
@@ -263,15 +263,8 @@ class Content:
                 mine = own.get(key, "no such thing")
                 cause, back = f"{path} was made {made}, this run has {mine}", self._way_back(key)
                 if key == "data" and isinstance(saved.get(key), str | list):
-                    both = [saved[key], mine]
-                    lists = [sorted(map(str, one)) for one in both if isinstance(one, list)]
-                    same = len(lists) == 2 and lists[0] == lists[1]
-                    what = "the same data in another order" if same else "other data"
                     than = f" than {self.where}" if self.where else ""
-                    cause = (
-                        f"{path} was made from {what}{than}: the manifest of its data had the hash "
-                        f"{saved[key]}, here it is {mine}"
-                    )
+                    cause = f"{path} was made from {_other_data(saved[key], mine, than)}"
                     back = "set data.path back"
                 raise CheckpointMismatch(cause, f"{back}, {self._other_ways(path, key)}")
 
@@ -288,3 +281,23 @@ class Content:
             return f"or {anew}"
         own = f"give another run.dir and --checkpoint.weights {shlex.quote(str(path))}"
         return f"{anew}, or keep only its weights: {own}"
+
+
+def _other_data(saved: str | list[Any], mine: Any, than: str) -> str:
+    """How the data of a checkpoint differs from this run's, in words.
+
+    Args:
+        saved: the hash of the data set's manifest, or those of a mixture.
+        mine: the same of this run; text of another kind if it has no data with a manifest.
+        than: where the data of this run is, as in "than here"; "" if that is not known.
+    """
+    sets, own = (one if isinstance(one, list) else [one] for one in (saved, mine))
+    if sorted(map(str, sets)) == sorted(map(str, own)):
+        return f"the same data in another order{than}"
+    if len(sets) != len(own):
+        return f"other data{than}: from {plural(len(sets), 'data set')}, and here are {len(own)}"
+    at = next(number for number, one in enumerate(sets) if one != own[number])
+    which = f"data set {at + 1}" if len(sets) > 1 else "its data"
+    return (
+        f"other data{than}: the manifest of {which} had the hash {sets[at]}, here it is {own[at]}"
+    )

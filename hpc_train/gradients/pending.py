@@ -8,7 +8,7 @@ the optimizer's step is.
 
 A second micro-batch's backward pass adds to `grad`, too. This operation alone does not average: it
 adds to the bucket. Any other operation in a backward pass is refused, because the rest of the
-gradients is not there yet.
+gradients is not there yet. torch.compile, too, may see a promise without averaging.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from hpc_train.errors import UserError
 
@@ -108,20 +109,25 @@ class PendingGradient(Tensor):
 
 def _looking(name: str) -> Callable[..., Any]:
     """A method of tensors that torch does not dispatch, called on the averaged gradient."""
+    own = getattr(Tensor, name) if name in OF_COMPILER else None
 
     def method(self: PendingGradient, *args: Any, **kwargs: Any) -> Any:
+        if own is not None and TracingContext.try_get() is not None:
+            return own(self, *args, **kwargs)
         return getattr(self._looked(), name)(*args, **kwargs)
 
     method.__name__ = name
     return method
 
 
+OF_COMPILER = ("untyped_storage", "storage_offset")
+"""torch.compile calls these on `grad` of each parameter that new code reads, when one rank may make
+code and others not. It only describes the tensor, so the promise's own answers will do."""
 UNDISPATCHED = (
+    *OF_COMPILER,
     "numpy",
     "tolist",
     "data_ptr",
-    "storage_offset",
-    "untyped_storage",
     "__array__",
     "__dlpack__",
     "__dlpack_device__",

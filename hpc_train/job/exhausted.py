@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hpc_train.errors import HpcTrainError
+
 LESS = (
     "This rank has run out of memory. What needs less, the cheapest first: smaller micro-batches "
     "(data.micro_batch, in a loop epochs(accumulate=...)), memory.recompute, memory.zero. See "
@@ -25,5 +27,14 @@ def note_remedy(error: BaseException) -> None:
     """Let the traceback of an error say what to do, if memory is exhausted or compiling failed."""
     if out_of_memory(error):
         error.add_note(LESS)
-    elif type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+    elif _is_of_compiler(error):
         error.add_note(UNCOMPILED)
+
+
+def _is_of_compiler(error: BaseException) -> bool:
+    """Whether making code has failed.
+
+    torch also raises its own error in place of one of ours that came while it made code.
+    """
+    ours = isinstance(error.__cause__ or error.__context__, HpcTrainError)
+    return not ours and type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

@@ -46,6 +46,11 @@ from hpc_train.training.sharing import Sharing
 logger = logging.getLogger(__name__)
 
 RESIDUAL = "residual."
+DROPPED = (
+    "the checkpoint has parts of gradients that compression had not sent yet. They are dropped, "
+    "because this start compresses nothing: to keep them, resume on several nodes with "
+    "gradients.compression"
+)
 
 
 def start_engine(config: RunConfig, grid: ParallelGrid, device: torch.device) -> Engine:
@@ -259,10 +264,17 @@ class AveragingState(Statistics):
         return self._held(self._totals)
 
     def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
-        """Memory for the residuals that the checkpoint has."""
+        """Memory for the residuals that the checkpoint has. Collective."""
         self._totals = {}
-        if self.sums is None or self.sums.cross is None:
+        compresses = self.sums is not None and self.sums.cross is not None
+        if any(name.startswith(RESIDUAL) for name in entries):
+            # A rank whose stage has no buckets compresses nothing, though others do.
+            used = self.world.largest(int(compresses))
+            if not used and self.world.rank == 0:
+                logger.warning(DROPPED)
+        if not compresses:
             return {}
+        assert self.sums is not None
         for number, bucket in enumerate(self.sums.buckets):
             names = [RESIDUAL + self.shards[p].name for p in bucket.parameters]
             if any(name in entries for name in names):

@@ -50,6 +50,7 @@ from hpc_train.training.micro_batch import (
 from hpc_train.training.optimizers import Frozen
 from hpc_train.training.parts import MANY_PASSES, loss_weights
 from hpc_train.training.performance import without_extras
+from hpc_train.training.replicas import tell_other_replicas
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.step_records import StepRecords
 from hpc_train.training.steps import guarded_steps
@@ -169,6 +170,7 @@ class Trainer:
                 self._finish(after)
                 return after
             write_config(self.group, directory, self.config)
+            tell_other_replicas(self.group, directory, self.config, self.grid.dp)
             keep_lost_records(self.group, directory, after, saves=test is None)
             with (
                 closing(self._loader(after)) as loader,

@@ -13,7 +13,7 @@ from torch import nn
 from hpc_train.checkpoint import Checkpoints, TrainingState
 from hpc_train.checkpoint.restore import Tensors
 from hpc_train.collectives import connect
-from hpc_train.errors import CheckpointError
+from hpc_train.errors import CheckpointError, CheckpointMismatch
 from hpc_train.mpi.group import Group
 
 
@@ -28,6 +28,28 @@ def test_a_second_resume_frees_the_optimizers_state_of_the_first(tmp_path):
     checkpoints.resume()
     gc.collect()
     assert old() is None
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (["a1", "b2", "c3"], "from other data than d: from 2 data sets, and here are 3: set data"),
+        ("a1", "from other data than d: from 2 data sets, and here are 1: set data.path back"),
+        (["b2", "a1"], "from the same data in another order than d: set data.path back"),
+        (["a1", "c3"], "other data than d: the manifest of data set 2 had the hash b2, here it is"),
+    ],
+)
+def test_other_data_is_told_without_a_list(tmp_path, now, told):
+    model = nn.Linear(2, 2)
+    state = TrainingState(model, torch.optim.SGD(model.parameters()))
+    runs = [
+        Checkpoints(tmp_path, connect(Group()), state, identity={"data": data}, where="d")
+        for data in (["a1", "b2"], now)
+    ]
+    runs[0].save(1)
+    with pytest.raises(CheckpointMismatch, match=told) as refused:
+        runs[1].resume()
+    assert "[" not in str(refused.value)
 
 
 def without_memory(monkeypatch, copies: int) -> list[weakref.ref[torch.Tensor]]:

@@ -159,6 +159,16 @@ def test_what_compression_has_not_sent_is_in_the_checkpoint(job, together):
         assert all(tensor.abs().max() > 0 for tensor in left.values())
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_start_that_compresses_nothing_says_what_it_drops(job, together, caplog):
+    told = []
+    for steps, options in ((1, WAYS["topk"]), (2, WAYS["topk"]), (3, [])):
+        caplog.clear()
+        make(config(together / "run", "--run.steps", str(steps), *options), job).train()
+        told.append(sum("compression had not sent" in r.message for r in caplog.records))
+    assert told == [0, 0, int(job.world.rank == 0)]
+
+
 @pytest.mark.mpi
 def test_replicas_are_one_after_local_steps(job, together):
     trainer = make(config(together / "run", *WAYS["local steps"]), job)
