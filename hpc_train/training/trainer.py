@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpc_train.config import RunConfig
-from hpc_train.data.generators import seed_process
 from hpc_train.data.leaves import leaves
-from hpc_train.data.loader import Loader, MicroBatch, Step, cut
+from hpc_train.data.loader import Loader, Step, cut
 from hpc_train.data.mixture import MixedOrder, describe_drawn
 from hpc_train.data.reader import Reader
 from hpc_train.errors import Stopped
@@ -34,10 +33,9 @@ from hpc_train.mpi.agreement import agreed
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.parallel.simulate import enough
-from hpc_train.parallel.vocabulary import whole_logits_missed
 from hpc_train.planning.schedules import OPTIMIZER_TENSORS
-from hpc_train.seeds import mix, mix_each
 from hpc_train.training.assemble import assemble
+from hpc_train.training.batch_loss import BatchLoss
 from hpc_train.training.device import moved
 from hpc_train.training.evaluation import eval_mode, train_mode
 from hpc_train.training.keeping import keeping_divided
@@ -54,7 +52,7 @@ from hpc_train.training.replicas import tell_other_replicas
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.step_records import StepRecords
 from hpc_train.training.steps import guarded_steps
-from hpc_train.training.task import TrainingTask, call_with_parts, checked_loss
+from hpc_train.training.task import TrainingTask
 from hpc_train.training.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -81,8 +79,8 @@ class Trainer:
         config, task = without_extras(config, task)
         self.config, self.task, self.runtime = config, task, runtime
         self.group = runtime.world
-        self.loss = task.loss or call_with_parts
         made = self.assembly = assemble(config, task, runtime)
+        self.loss = BatchLoss(task, made, config.run.seed)
         self.grid, self.plan, self.device = made.grid, made.plan, made.device
         self.model, self.layout, self.optimizer = made.model, made.layout, made.optimizer
         self.averager, self.scaler, self.patience = made.averager, made.scaler, made.patience
@@ -96,9 +94,9 @@ class Trainer:
         held_out = Reader(task.validation, lock)
         collector = None if task.scores is None else task.scores.collector
         self.validation = Validation(
-            config, held_out, made, self._measured, self.counted, collector
+            config, held_out, made, self.loss.measured, self.counted, collector
         )
-        self.validation.seed_samples = self._seed_samples
+        self.validation.seed_samples = self.loss.seed_samples
         self.validation.together = task.together
         self.held_out: dict[str, float] = {}
         """The mean loss and the scores of the last pass over held-out samples."""
@@ -319,7 +317,7 @@ class Trainer:
         """Compute one step, and report its numbers if that is due. Collective."""
         self.assembly.substituted.count(step)
         if self.step_records.costs.uncounted:
-            self.step_records.costs.count_operations(self._loss, step)
+            self.step_records.costs.count_operations(self.loss, step)
             self.step_records.start()  # counting takes a second, which is not the step's
         due = self._due(step.number)
         losses = self._backward(step)
@@ -359,8 +357,8 @@ class Trainer:
         batches = [moved(micro_batch.data, self.device) for micro_batch in micro_batches]
 
         def forward(number: int, virtual_stage: int) -> Tensor:
-            self._seed(step.number, micro_batches[number], virtual_stage)
-            return self._loss(batches[number])
+            self.loss.seed(step.number, micro_batches[number], virtual_stage)
+            return self.loss(batches[number])
 
         forms = [micro_batch.part.form for micro_batch in micro_batches]
         scale = 1.0 if self.scaler is None else self.scaler.scale
@@ -369,44 +367,6 @@ class Trainer:
         with self.step_records.computing():
             losses = self.layout.pipeline.train(forward, forms, [scale * one for one in weights])
         return [one * weight for one, weight in zip(losses, weights, strict=False) if weight]
-
-    def _loss(self, batch: Any, model: nn.Module | None = None) -> Tensor:
-        """The loss of a micro-batch, computed in the number format of the configuration."""
-        with self._number_format(), self._told_of_parts():
-            return checked_loss(self.loss(model or self.model, batch))
-
-    def _measured(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss of held-out samples, as `_loss`, and the rows that the task's scores need."""
-        if self.task.scores is None:
-            return self._loss(batch), {}
-        with self._number_format(), self._told_of_parts():
-            loss, rows = self.task.scores.measure(self.model, batch)
-            return checked_loss(loss), rows
-
-    def _number_format(self) -> AbstractContextManager[object]:
-        """A context in which the model computes in the number format of the configuration."""
-        if self.scaler is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.scaler.dtype)
-
-    def _told_of_parts(self) -> AbstractContextManager[None]:
-        """A context in which errors of the loss say what this rank's part of the model explains."""
-        return whole_logits_missed(self.model, self.layout.gradients.tensor)
-
-    def _seed(self, step: int, micro_batch: MicroBatch, virtual_stage: int) -> None:
-        """Seed the random generators, and the model's own draws, for a micro-batch."""
-        base, part = self.config.run.seed, micro_batch.part
-        # Other layers draw other numbers.
-        stage = virtual_stage * self.grid.pp + self.grid.coordinate.pp
-        seed_process(mix(base, step, part.first, *([stage] if stage else [])))
-        self._seed_samples((base, step), part.places)
-
-    def _seed_samples(self, numbers: Sequence[int], last: Sequence[int]) -> None:
-        """Give the model and the loss a seed for each sample, if they draw for samples."""
-        for one in (self.model, self.loss):
-            seed_samples: Any = getattr(one, "seed_samples", None)
-            if seed_samples is not None:
-                seed_samples(mix_each(numbers, last))
 
     def _set_learning_rate(self, step: int) -> float:
         """Set and return the learning rate of a step."""
