@@ -6,11 +6,12 @@ They are made of a few samples, or of the hash that a prepared text has.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -27,6 +28,8 @@ from hpc_train.seeds import mix
 LOOK_STREAM = 5  # part of the samples' seeds
 PIECES = 8  # number of pieces of a floating-point tensor whose means are compared
 CLOSE = 1e-3  # largest difference of equal samples, which two kinds of processor may compute
+BLOCK = 1 << 20  # values that are converted at once
+OF_NUMPY = (torch.float16, torch.float32, torch.float64)
 
 Fingerprint = list[list[Any] | None]
 """For each sample a hash and some numbers, as plain JSON values; None: it cannot be read."""
@@ -101,14 +104,15 @@ def _parts(leaf: Any) -> Iterator[bytes | list[float]]:
     """What tells a leaf from others: bytes that are equal, or numbers that are close."""
     if isinstance(leaf, Tensor):
         leaf = leaf.detach().cpu()
-        leaf = (leaf.double() if leaf.is_floating_point() else leaf).numpy()
+        other = leaf.is_floating_point() and leaf.dtype not in OF_NUMPY
+        leaf = (leaf.float() if other else leaf).numpy()
     if isinstance(leaf, float | complex) or hasattr(leaf, "__array_interface__"):
         array = np.asarray(leaf)  # an image of PIL, too
         yield repr(array.shape).encode()
         if np.iscomplexobj(array):
             array = np.stack([array.real, array.imag])
         if np.issubdtype(array.dtype, np.floating):
-            yield _numbers(array.astype(np.float64).ravel())
+            yield _numbers(array.ravel())
         elif not array.dtype.hasobject:
             yield array.tobytes()
     elif leaf is None or isinstance(leaf, int | str | bytes):
@@ -117,9 +121,21 @@ def _parts(leaf: Any) -> Iterator[bytes | list[float]]:
 
 def _numbers(values: np.ndarray) -> list[float]:
     """The size of some values, and the means of pieces of them in proportion to it."""
-    values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
     if not values.size:
         return []
-    size = float(np.abs(values).mean()) or 1.0
-    pieces: Sequence[np.ndarray] = np.array_split(values, min(PIECES, values.size))
-    return [math.log(size), *(float(piece.mean() / size) for piece in pieces)]
+    pieces = np.array_split(values, min(PIECES, values.size))
+    sums = np.array([_sums(piece) for piece in pieces])
+    size = float(sums[:, 1].sum() / values.size) or 1.0
+    means = sums[:, 0] / [len(piece) for piece in pieces]
+    return [math.log(size), *(means / size).tolist()]
+
+
+def _sums(values: np.ndarray) -> tuple[float, float]:
+    """The sum of some values, and that of their amounts. Infinite ones and NaN count as 0."""
+    total = amount = 0.0
+    for begin in range(0, len(values), BLOCK):  # a sample may take much of the memory
+        block = values[begin : begin + BLOCK].astype(np.float64)
+        block = np.nan_to_num(block, copy=False, posinf=0.0, neginf=0.0)
+        total += float(block.sum())
+        amount += float(np.abs(block).sum())
+    return total, amount

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, ModuleType
@@ -21,7 +21,6 @@ from hpc_train.seeds import mix
 DEPTH = 12  # levels of attributes of attributes that are searched for a data set's own generators
 MOST_OBJECTS = 20_000  # most objects that are searched
 MOST_ITEMS = 1000  # most items of one container that are searched
-OF_HOLDER, OF_GPU = 3, 1 << 32  # the streams of an object's first generator, and of the GPU's
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ class Generator:
         put: sets a state that `get` has returned.
         seed: seeds it with an integer of 63 bits.
         key: maps a state to a value that can be compared; two states with equal keys are the same.
-        stream: a number that generators which one sample draws from do not share. It is part of
-            their seeds, so it does not depend on what other data sets have.
     """
 
     name: str
@@ -43,26 +40,21 @@ class Generator:
     put: Callable[[Any], object]
     seed: Callable[[int], object]
     key: Callable[[Any], object]
-    stream: int = 0
 
 
 def of_process() -> list[Generator]:
     """The generators that all code of the process shares: torch's, NumPy's and Python's."""
-    shared = [
+    return [
         _torch("torch's", torch.default_generator),
         _numpy_state("NumPy's", np.random),
         _python("Python's", random),
     ]
-    return [replace(one, stream=n) for n, one in enumerate(shared)]
 
 
 def of_gpu() -> list[Generator]:
     """The generator of the GPU in use, or an empty list if torch uses no GPU."""
     return [
-        replace(
-            _torch("torch's on the GPU", module.default_generators[module.current_device()]),
-            stream=OF_GPU,
-        )
+        _torch("torch's on the GPU", module.default_generators[module.current_device()])
         for module in (torch.cuda, torch.xpu)
         if module.is_initialized()
     ]
@@ -75,7 +67,7 @@ def own(holder: Any) -> list[Generator]:
     directly or through functions of the same module. Python's `SystemRandom` is left out, because
     it cannot be seeded.
     """
-    return [replace(_wrapped(one), stream=n) for n, one in enumerate(_held(holder), OF_HOLDER)]
+    return [_wrapped(found) for found in _held(holder)]
 
 
 SEEDING: tuple[tuple[str, tuple[ModuleType, ...], tuple[str, ...]], ...] = (

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hpc_train.data.generators import Generator, of_gpu, of_process, own, seedings
 from hpc_train.data.leaves import leaves
@@ -77,10 +77,7 @@ class Reader:
         if collate_fn is None and _is_plain(dataset):
             self._fetch = self._rows
         self._shared = of_process()
-        self._own: list[Generator] = []
-        parts = _parts(dataset)
-        self._ends = np.cumsum([len(one) for one in parts[:-1]])
-        self._unread = set(range(len(parts)))  # the data sets that have given no sample yet
+        self._own: list[Generator] | None = None  # until the first batch is read
         self._compared = False
 
     def read(self, indices: Indices, seed_of: Callable[[int], int]) -> Any:
@@ -98,22 +95,32 @@ class Reader:
         if not self.may_draw:
             return self.read_beside(indices)
         with self.lock:
-            if not (first := self._unread.intersection(self._givers(indices))):
+            if self._own is not None:
                 return self._read(indices, seed_of)
-            self._unread -= first
+            self._wake()
             self._own = before = self._found()
             batch = self._read(indices, seed_of)
-            # They may be made in a data set's first samples, or when these become a batch.
-            self._own = self._found()
+            self._own = self._found()  # they may be made in the first samples or the first batch
             return batch if len(self._own) == len(before) else self._read(indices, seed_of)
 
-    def _givers(self, indices: Indices) -> list[int]:
-        """Which of the `_parts` of the data set have some samples."""
-        found: list[int] = np.searchsorted(self._ends, indices, side="right").tolist()
-        return found
+    def _wake(self) -> None:
+        """Read a sample of each data set of a mixture: it may make its generators in its first one.
+
+        Else the samples of this rank would decide which generators the first batch finds.
+        """
+        parts = [one for one in datasets_in(self.dataset) if _may_draw(one)]
+        if parts == [self.dataset]:
+            return  # its first batch does it
+        there = [*self._shared, *self._found(), *of_gpu()]
+        states = [generator.get() for generator in there]
+        for one in parts:
+            with suppress(Exception):  # if training needs the sample, it is read again, and told
+                one[0]
+        for generator, state in zip(there, states, strict=True):
+            generator.put(state)
 
     def _found(self) -> list[Generator]:
-        holders = [*_parts(self.dataset), self.collate_fn]
+        holders = [*datasets_in(self.dataset), self.collate_fn]
         return [found for one in holders for found in own(one)]
 
     def _read(self, indices: Indices, seed_of: Callable[[int], int]) -> Any:
@@ -213,7 +220,7 @@ class Reader:
         return ", ".join(sorted(self.drawn))
 
     def _generators(self) -> list[Generator]:
-        return self._shared + self._own + of_gpu()
+        return self._shared + (self._own or []) + of_gpu()
 
     def _moved(self, generators: list[Generator], before: list[Any]) -> set[str]:
         return {
@@ -229,7 +236,7 @@ class Reader:
         generators: Sequence[Generator] = (),
     ) -> Any:
         """Read a list of samples, or a batch from `fetch`. Seeds the generators that are drawn."""
-        used = [one for one in generators if one.name in self.drawn]
+        used = [(n, one) for n, one in enumerate(generators) if one.name in self.drawn]
         try:
             if self._fetch is not None:
                 return self._fetch(indices)
@@ -280,14 +287,14 @@ class Reader:
         self,
         numbers: list[int],
         seed_of: Callable[[int], int] | None,
-        used: Sequence[Generator],
+        used: Sequence[tuple[int, Generator]],
     ) -> list[Any]:
         samples = []
         for place, index in enumerate(numbers):
             if used and seed_of is not None:
                 seed = seed_of(place)
-                for generator in used:
-                    generator.seed(mix(seed, generator.stream))
+                for stream, generator in used:
+                    generator.seed(mix(seed, stream))
             self.place = f"sample {index}"
             samples.append(self.dataset[index])
         self.place = "a batch"
@@ -312,13 +319,6 @@ class Reader:
         """A batch of a TensorDataset, as `default_collate` makes it, but in one piece."""
         rows = torch.as_tensor(indices)
         return [tensor[rows] for tensor in self.dataset.tensors]
-
-
-def _parts(dataset: Any) -> list[Any]:
-    """The data sets of a mixture or of torch's ConcatDataset, in the order of their samples."""
-    if isinstance(dataset, Mixture) or type(dataset) is ConcatDataset:
-        return [found for one in dataset.datasets for found in _parts(one)]
-    return [dataset]
 
 
 def _same(one: Any, other: Any) -> bool:

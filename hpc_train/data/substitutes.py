@@ -80,11 +80,13 @@ class Substitutes:
             DataError: MOST_DRAWS samples in place of one are damaged, too.
         """
         causes: dict[int, str] = {}  # what is wrong with each sample that cannot be read now
-        # These are looked at first, as a batch of sound samples is read in one go.
-        self._look(np.array([n for n in wanted.tolist() if n in self._damaged]), read, causes)
         again = False
         while True:
             taken = self._taken(wanted, causes)
+            # They alone are looked at first, as a batch of sound samples is read in one go.
+            if known := self._damaged.intersection(taken.tolist()):
+                self._look(np.array(list(known)), read, causes)
+                continue
             try:
                 batch = read(taken)
                 break
