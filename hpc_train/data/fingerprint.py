@@ -28,7 +28,7 @@ from hpc_train.seeds import mix
 LOOK_STREAM = 5  # part of the samples' seeds
 PIECES = 8  # number of pieces of a floating-point tensor whose means are compared
 CLOSE = 1e-3  # largest difference of equal samples, which two kinds of processor may compute
-BLOCK = 1 << 20  # values that are converted at once
+VALUES_AT_ONCE = 1 << 20  # that are converted
 OF_NUMPY = (torch.float16, torch.float32, torch.float64)
 
 Fingerprint = list[list[Any] | None]
@@ -133,8 +133,8 @@ def _numbers(values: np.ndarray) -> list[float]:
 def _sums(values: np.ndarray) -> tuple[float, float]:
     """The sum of some values, and that of their amounts. Infinite ones and NaN count as 0."""
     total = amount = 0.0
-    for begin in range(0, len(values), BLOCK):  # a sample may take much of the memory
-        block = values[begin : begin + BLOCK].astype(np.float64)
+    for begin in range(0, len(values), VALUES_AT_ONCE):  # a sample may take much of the memory
+        block = values[begin : begin + VALUES_AT_ONCE].astype(np.float64)
         block = np.nan_to_num(block, copy=False, posinf=0.0, neginf=0.0)
         total += float(block.sum())
         amount += float(np.abs(block).sum())

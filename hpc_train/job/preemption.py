@@ -282,5 +282,10 @@ class StopRequests:
                 signal.signal(number, signal.SIG_IGN if self._stopping else handler)
         if signal.getsignal(signal.SIGCONT) == self._note_continued:
             signal.signal(signal.SIGCONT, self._on_continue)
-        if not self._stopping:
-            StopRequests.unanswered, self._signal = self._signal, 0
+        if self._signal and not self._stopping:
+            outer = getattr(self._before[signal.SIGTERM], "__self__", None)
+            if isinstance(outer, StopRequests):  # of the training inside of which this one was
+                outer._signal = outer._signal or self._signal
+            else:
+                StopRequests.unanswered = self._signal
+            self._signal = 0

@@ -39,7 +39,6 @@ from hpc_train.parallel.compiled import compile_blocks
 from hpc_train.training import averaging, sharing
 from hpc_train.training.costs import RunCosts
 from hpc_train.training.device import (
-    SameThreads,
     choose_device,
     choose_matmul,
     make_deterministic,
@@ -221,9 +220,7 @@ def assemble(config: RunConfig, task: TrainingTask, runtime: Runtime) -> Assembl
     if not shared.zero and is_unwaited(config, optimizer, device):
         unwaited = UnwaitedClipping(optimizer, device, config.optimizer.clip_norm)
     steps = OptimizerSteps(config, group, averager, scaler, layout.gradients, device, unwaited)
-    same_threads = [SameThreads(group, device)] if config.run.deterministic else []
-    more = [substituted, patience, costs, steps, *same_threads]
-    state = replace(state, extra=Together([state.extra, *more]))
+    state = replace(state, extra=Together([state.extra, substituted, patience, costs, steps]))
     collectives = connect(group)
     checkpoints = Checkpoints(
         Path(config.run.dir) / "checkpoints",

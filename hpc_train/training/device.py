@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from hpc_train.checkpoint.state import ExtraState
 from hpc_train.data.pinned import each_tensor
-from hpc_train.errors import ConfigError, plural
+from hpc_train.errors import ConfigError
 from hpc_train.host.memory import free_bytes
 from hpc_train.host.processor import Matmul
 from hpc_train.models import linear
@@ -21,8 +19,6 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-
-_THREADS = "threads"  # in checkpoints
 
 
 def choose_device(local_rank: int = 0) -> torch.device:
@@ -84,36 +80,12 @@ def use_cores(runtime: Runtime) -> None:
         torch.set_num_threads(runtime.cores)
 
 
-class SameThreads(ExtraState):
-    """Tells at a resume if ranks compute with another number of threads than before.
+def threads_in_use(group: Group, device: torch.device) -> int:
+    """The largest number of threads that a rank computes with. Collective.
 
-    The order of additions depends on it, and so do the last bits of what `run.deterministic` makes.
-
-    Args:
-        group: all ranks of the job.
-        device: the device that this rank computes on. On a GPU threads add nothing.
+    On processors the order of additions depends on it. On GPUs it is 0: no addition depends on it.
     """
-
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self.group = group
-        mine = torch.get_num_threads() if device.type == "cpu" else 0
-        self.threads = group.largest(mine)
-
-    def values(self) -> dict[str, Any]:
-        """The largest number of threads that a rank has."""
-        return {_THREADS: self.threads} if self.threads else {}
-
-    def take(self, values: Mapping[str, Any]) -> None:
-        """Compare it with that of the checkpoint. Older ones do not have it."""
-        before = values.get(_THREADS, 0)
-        if before and self.threads and before != self.threads and self.group.rank == 0:
-            logger.warning(
-                "run.deterministic: the ranks computed with %s before this start, and have %d now, "
-                "so the last bits differ: start as many ranks as before, with OMP_NUM_THREADS=%d",
-                plural(before, "thread"),
-                self.threads,
-                before,
-            )
+    return group.largest(torch.get_num_threads() if device.type == "cpu" else 0)
 
 
 def choose_matmul(group: Group, wanted: Matmul, device: torch.device) -> None:

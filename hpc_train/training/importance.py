@@ -20,6 +20,7 @@ import numpy as np
 from hpc_train import files
 from hpc_train.data.tables.features import TableFeatures
 from hpc_train.data.tables.permuted import PermutedFeature
+from hpc_train.errors import Stopped
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.seeds import mix
 from hpc_train.training.trainer import Trainer
@@ -34,8 +35,8 @@ def report_importance(trainer: Trainer, features: TableFeatures, repeats: int) -
     """Write the importance of each feature to `importance.json` in the run directory. Collective.
 
     It takes `repeats` passes over the held-out rows for each feature. The file is written after
-    each feature. Features that it has already for this step and as many repeats are not computed
-    again.
+    each feature, and at a stop. What it has already for this step and as many repeats is not
+    computed again.
 
     Args:
         trainer: the Trainer of the model, after its last step, with held-out rows.
@@ -44,45 +45,89 @@ def report_importance(trainer: Trainer, features: TableFeatures, repeats: int) -
 
     Raises:
         HpcTrainError: rows cannot be read, or the file cannot be written; on all ranks.
-        Stopped: a rank has a reason to stop. The next call goes on after the last feature.
+        Stopped: a rank has a reason to stop. The next call goes on after the last pass.
     """
-    path = Path(trainer.config.run.dir) / FILE
-    made: dict[str, Any] = {"step": trainer.step, "repeats": repeats}
     names = [*(one.name for one in features.numeric), *(one.name for one in features.categorical)]
-    found = from_first(trainer.group, lambda: _features(path, made, names))
-    if len(found) == len(names):
-        return
-    trainer.validate()
-    before = dict(trainer.held_out)
-    passes = _Passes(trainer)
-    for place, name in enumerate(names):
-        if name in found:
-            continue
-        found[name] = _changes(passes, place, before, repeats)
-        ordered = dict(sorted(found.items(), key=lambda item: -item[1]["loss"]))
-        with agreed(trainer.group):
-            if trainer.group.rank == 0:
-                tree = {**made, "held_out": before, "features": ordered}
-                files.write_text(path, json.dumps(tree, indent=1) + "\n")
-    if trainer.group.rank == 0:
-        logger.info("%s", describe_importance(ordered))
+    report = _Report(trainer, names, repeats)
+    if len(report.found) < len(names):
+        report.complete()
 
 
-def _features(path: Path, made: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The features that the file has, if it is that of `made`."""
-    written = _written(path)
-    there = written.get("features")
-    if not (made.items() <= written.items() and isinstance(there, dict)):
-        return {}
-    return {name: there[name] for name in names if name in there}
+class _Report:
+    """The file, and what it takes to complete it. Collective to make.
+
+    Args:
+        trainer, repeats: as for `report_importance`.
+        names: the names of all features.
+    """
+
+    def __init__(self, trainer: Trainer, names: Sequence[str], repeats: int) -> None:
+        self.trainer, self.names = trainer, names
+        self.path = Path(trainer.config.run.dir) / FILE
+        self.made = {"step": trainer.step, "repeats": repeats}
+        self.seeds = [mix(trainer.config.run.seed, repeat) for repeat in range(repeats)]
+        written = from_first(trainer.group, lambda: _written(self.path, self.made))
+        self.found: dict[str, dict[str, float]] = _entries(written.get("features"), names, dict)
+        self.begun: dict[str, list[dict[str, float]]] = _entries(written.get("begun"), names, list)
+        """The scores of a feature's first passes, if a stop came before its last one."""
+        self._longest = 0.0  # seconds of a pass
+
+    def complete(self) -> None:
+        """Compute what is missing. Collective."""
+        self.trainer.check_in()
+        self.trainer.validate()
+        before = dict(self.trainer.held_out)
+        for place, name in enumerate(self.names):
+            if name in self.found:
+                continue
+            after = self.begun.pop(name, [])
+            try:
+                self._add_passes(place, after)
+            except Stopped:  # on all ranks
+                self.begun = {name: after}
+                self._write(before)
+                raise
+            self.found[name] = _changes(before, after)
+            self._write(before)
+        if self.trainer.group.rank == 0:
+            logger.info("%s", describe_importance(self._ordered()))
+
+    def _add_passes(self, place: int, after: list[dict[str, float]]) -> None:
+        """Add the scores of the passes that a feature lacks."""
+        rows: Any = self.trainer.validation.reader.dataset
+        for seed in self.seeds[len(after) :]:
+            self.trainer.check_in(self._longest)
+            begin = time.monotonic()
+            after.append(self.trainer.scores_of(PermutedFeature(rows, place, seed)))
+            self._longest = max(self._longest, time.monotonic() - begin)
+
+    def _ordered(self) -> dict[str, dict[str, float]]:
+        return dict(sorted(self.found.items(), key=lambda item: -item[1]["loss"]))
+
+    def _write(self, before: Mapping[str, float]) -> None:
+        with agreed(self.trainer.group):
+            if self.trainer.group.rank == 0:
+                tree = {**self.made, "held_out": before, "features": self._ordered()}
+                tree |= {"begun": self.begun} if self.begun else {}
+                files.write_text(self.path, json.dumps(tree, indent=1) + "\n")
 
 
-def _written(path: Path) -> dict[str, Any]:
-    """What the file says; nothing if it is not there, or damaged."""
+def _entries(there: Any, names: Sequence[str], kind: type) -> dict[str, Any]:
+    """The entries of features in a part of the file. A damaged part counts as empty."""
+    entries = there if isinstance(there, dict) else {}
+    found = {name: entries[name] for name in names if isinstance(entries.get(name), kind)}
+    passes = [one for entry in found.values() for one in (entry if kind is list else [entry])]
+    sound = all(isinstance(one, dict) and isinstance(one.get("loss"), float) for one in passes)
+    return found if sound else {}
+
+
+def _written(path: Path, made: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says; nothing if it is not there, damaged, or of another step."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        written = files.parsed_object(path.read_bytes()) or {}
+    except OSError:
         return {}
+    return written if made.items() <= written.items() else {}
 
 
 def describe_importance(found: Mapping[str, Mapping[str, float]]) -> str:
@@ -92,34 +137,8 @@ def describe_importance(found: Mapping[str, Mapping[str, float]]) -> str:
     return f"change of the held-out loss if a feature is permuted: {', '.join(shown)}{more}"
 
 
-class _Passes:
-    """Passes over the held-out rows. Before each one the Trainer may stop.
-
-    Args:
-        trainer: the Trainer of the model, after its last step.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self._longest = 0.0  # seconds of a pass
-
-    def scores_of(self, rows: PermutedFeature) -> dict[str, float]:
-        """The scores of rows. Collective."""
-        self.trainer.check_in(self._longest)
-        begin = time.monotonic()
-        scores = self.trainer.scores_of(rows)
-        self._longest = max(self._longest, time.monotonic() - begin)
-        return scores
-
-
-def _changes(
-    passes: _Passes, place: int, before: Mapping[str, float], repeats: int
-) -> dict[str, float]:
+def _changes(before: Mapping[str, float], after: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean changes of the loss and of the scores, and the loss's standard deviation."""
-    trainer = passes.trainer
-    rows: Any = trainer.validation.reader.dataset
-    seeds = [mix(trainer.config.run.seed, repeat) for repeat in range(repeats)]
-    after = [passes.scores_of(PermutedFeature(rows, place, seed)) for seed in seeds]
     common = [name for name in before if all(name in one for one in after)]
     changes = {name: _mean([one[name] - before[name] for one in after]) for name in common}
     return {**changes, "loss_std": float(np.std([one["loss"] for one in after]))}

@@ -28,6 +28,7 @@ from hpc_train.mpi.placement import Placement
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.traffic import totals
 from hpc_train.training.assemble import Assembly
+from hpc_train.training.device import threads_in_use
 from hpc_train.training.performance import PerformanceTest
 from hpc_train.training.step_costs import StepCosts
 
@@ -207,6 +208,7 @@ def start_event(
         "commit": commit_of(Path.cwd()),
         "device": name,
         "cores": runtime.cores,
+        "threads": threads_in_use(runtime.world, device),
         "hosts": list(topology.hosts),
         "layout": {"dp": placement.dp, "tp": placement.tp, "pp": placement.pp},
         # for each rank: the number of its host, and its place along dp, tp and pp

@@ -36,9 +36,10 @@ from hpc_train.parallel.simulate import enough
 from hpc_train.planning.schedules import OPTIMIZER_TENSORS
 from hpc_train.training.assemble import assemble
 from hpc_train.training.batch_loss import BatchLoss
-from hpc_train.training.device import moved
+from hpc_train.training.device import moved, threads_in_use
 from hpc_train.training.evaluation import eval_mode, train_mode
 from hpc_train.training.keeping import keeping_divided
+from hpc_train.training.last_start import tell_last_start
 from hpc_train.training.learning_rate import learning_rate
 from hpc_train.training.micro_batch import (
     find_micro_batch,
@@ -48,7 +49,6 @@ from hpc_train.training.micro_batch import (
 from hpc_train.training.optimizers import Frozen
 from hpc_train.training.parts import MANY_PASSES, loss_weights
 from hpc_train.training.performance import without_extras
-from hpc_train.training.replicas import tell_other_replicas
 from hpc_train.training.saving import Saving, finishing_saves, resume_or_start
 from hpc_train.training.step_records import StepRecords
 from hpc_train.training.steps import guarded_steps
@@ -168,7 +168,8 @@ class Trainer:
                 self._finish(after)
                 return after
             write_config(self.group, directory, self.config)
-            tell_other_replicas(self.group, directory, self.config, self.grid.dp)
+            threads = threads_in_use(self.group, self.device)
+            tell_last_start(self.group, directory, self.config, self.grid.dp, threads)
             keep_lost_records(self.group, directory, after, saves=test is None)
             with (
                 closing(self._loader(after)) as loader,
@@ -214,7 +215,7 @@ class Trainer:
     def _finish(self, step: int) -> None:
         self.step = step
         if self.task.finish is not None:
-            self.check_in()
+            self._heartbeat.tell(self.step, 1.5 * self.config.run.hang_timeout)
             self.task.finish(self)
 
     def check_in(self, needed_seconds: float = 0.0) -> None:

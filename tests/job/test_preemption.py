@@ -155,6 +155,18 @@ def test_a_signal_after_the_last_agreement_stops_the_next_training_of_the_progra
         assert StopRequests().pending() == 0, "another program"
 
 
+def test_a_training_inside_of_another_passes_its_signal_on(default):
+    with signals_kept():
+        outer, inner = StopRequests(), StopRequests()
+        os.kill(os.getpid(), default)
+        inner.close()
+        assert outer.pending() == default
+        outer.close()
+        third = StopRequests()
+        assert third.pending() == default
+        third.close()
+
+
 @pytest.mark.parametrize(
     ("block", "told"),
     [

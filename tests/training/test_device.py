@@ -11,7 +11,6 @@ from hpc_train.models.linear import MatmulChoice
 from hpc_train.mpi.group import Group
 from hpc_train.training import device
 from hpc_train.training.device import choose_device, choose_matmul
-from tests.training.test_trainer import alone, config, make
 
 several = pytest.mark.mpi(min_size=2)
 CPU = torch.device("cpu")
@@ -158,19 +157,3 @@ def test_rank_0_says_what_torch_may_use_on_a_gpu(monkeypatch, caplog, rank, line
     assert len(caplog.messages) == lines
     for message in caplog.messages:
         assert message.startswith("GPU: ABC 100; attention by flash, mem_efficient, cudnn, math; ")
-
-
-def test_a_deterministic_resume_on_another_number_of_threads_is_told(tmp_path, caplog, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so the number of this test stays
-    before = torch.get_num_threads()
-    told = []
-    try:
-        for steps, threads in enumerate((2, 2, 3), 1):
-            torch.set_num_threads(threads)
-            with make(config(tmp_path, "--run.steps", str(steps)), alone()) as trainer:
-                trainer.train()
-            told.append([line for line in caplog.messages if "OMP_NUM_THREADS=2" in line])
-    finally:
-        torch.set_num_threads(before)
-    assert [len(lines) for lines in told] == [0, 0, 1]
-    assert "computed with 2 threads before this start, and have 3 now" in told[-1][0]

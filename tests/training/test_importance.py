@@ -110,18 +110,15 @@ def test_a_stop_between_two_passes_keeps_the_features_and_progress_is_reported(
     told, due = together / "progress.json", []
     monkeypatch.setenv(PROGRESS, str(told))
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.0)
-    fetch, pass_of = PermutedFeature.fetch, Trainer.scores_of
+    pass_of = Trainer.scores_of
 
     def counted(trainer, rows):
         if job.world.rank == 0:
             due.append(read_progress(told, "-0").due)
             told.unlink()  # the next pass has to report anew
-        if len(due) == 4 and job.world.rank == 0:
+        if len(due) == 3 and job.world.rank == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
         return pass_of(trainer, rows)
-
-    def of_first(*_):
-        pytest.fail("the first feature is computed again")
 
     monkeypatch.setattr(Trainer, "scores_of", counted)
     options = ["--run.steps", "5", "--run.hang_timeout", "900", "--checkpoint.every", "1"]
@@ -132,15 +129,28 @@ def test_a_stop_between_two_passes_keeps_the_features_and_progress_is_reported(
         stopped = error
     assert str(stopped) == "stopped by SIGUSR1 after step 5, checkpoint written"
     early = found(together / "run")["features"]
-    assert sorted(early) == ["a", "b"]
-    monkeypatch.setattr(
-        PermutedFeature, "fetch", lambda rows, at: (of_first if rows.place < 2 else fetch)(rows, at)
-    )
+    assert sorted(early) == ["a"]
+    due.clear()
     train(together / "run", job, *options)
     after = found(together / "run")["features"]
     assert {name: after[name] for name in early} == early
     assert sorted(after) == ["a", "b", "c"]
-    assert set(due) == ({1350.0} if job.world.rank == 0 else set())
+    assert due == [1350.0] * (3 if job.world.rank == 0 else 0), "one pass of b, and two of c"
+
+
+@pytest.mark.parametrize("other", ['{"a": 3}', '{"a": {"loss": "1"}}', "3"])
+def test_an_odd_file_of_another_program_is_written_anew(tmp_path, other):
+    train(tmp_path, alone(), "--run.steps", "1")
+    wanted = (tmp_path / "importance.json").read_text()
+    odd = f'{{"step": 1, "repeats": 2, "features": {other}, "begun": {other}}}'
+    (tmp_path / "importance.json").write_text(odd)
+    train(tmp_path, alone(), "--run.steps", "1")
+    assert (tmp_path / "importance.json").read_text() == wanted
+
+
+def test_a_finished_run_has_no_reason_to_stop(tmp_path):
+    train(tmp_path, alone(), "--run.steps", "1")
+    train(tmp_path, alone(), "--run.steps", "1", "--run.time_limit", "1")
 
 
 @pytest.mark.mpi

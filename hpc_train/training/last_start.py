@@ -1,4 +1,4 @@
-"""Says what another number of replicas changes in a training that is resumed."""
+"""Says what other numbers of replicas and threads change in a training that is resumed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from hpc_train.config import RunConfig
+from hpc_train.errors import plural
 from hpc_train.files import lines_of
 from hpc_train.mpi.group import Group
 from hpc_train.training.learning_rate import scaling
@@ -13,26 +14,45 @@ from hpc_train.training.learning_rate import scaling
 logger = logging.getLogger(__name__)
 
 
-def tell_other_replicas(group: Group, directory: Path, config: RunConfig, replicas: int) -> None:
-    """Log what changes if the last start of a run had another number of replicas.
+def tell_last_start(
+    group: Group, directory: Path, config: RunConfig, replicas: int, threads: int
+) -> None:
+    """Log on rank 0 what changes if the last start of a run had other numbers.
 
     Args:
-        group: the ranks of the job, of which rank 0 logs.
+        group: the ranks of the job.
         directory: the run directory, whose events do not have this start yet.
         config: the configuration.
         replicas: the number of replicas of this start.
+        threads: its number of threads, as `device.threads_in_use` returns it.
     """
-    if group.rank or not depending(config, replicas, replicas):
+    if group.rank:
         return
     starts = [one for one in lines_of(directory / "events.jsonl") if one.get("event") == "start"]
-    before = starts[-1].get("layout", {}).get("dp", replicas) if starts else replicas
-    if before != replicas:
+    last = starts[-1] if starts else {}
+    layout = last.get("layout")
+    before = _number(layout.get("dp") if isinstance(layout, dict) else None, replicas)
+    if before != replicas and (found := depending(config, before, replicas)):
         logger.info(
-            "changed since the last start: replicas %s -> %d. On their number depend: %s",
+            "changed since the last start: replicas %d -> %d. On their number depend: %s",
             before,
             replicas,
-            ", ".join(depending(config, before, replicas)),
+            ", ".join(found),
         )
+    then = _number(last.get("threads"), threads)  # earlier versions did not write it
+    if config.run.deterministic and then != threads:
+        logger.warning(
+            "run.deterministic: the ranks computed with %s before this start, and have %d now, so "
+            "the last bits may differ: start as many ranks as before, with OMP_NUM_THREADS=%d",
+            plural(then, "thread"),
+            threads,
+            then,
+        )
+
+
+def _number(value: object, otherwise: int) -> int:
+    """A number above 0 that an event has; another one if it has none."""
+    return value if isinstance(value, int) and value > 0 else otherwise
 
 
 def depending(config: RunConfig, before: int, now: int) -> list[str]:
