@@ -108,12 +108,11 @@ class Reader:
 
         Else the samples of this rank would decide which generators the first batch finds.
         """
-        parts = [one for one in datasets_in(self.dataset) if _may_draw(one)]
-        if parts == [self.dataset]:
+        if not isinstance(self.dataset, Mixture):
             return  # its first batch does it
         there = [*self._shared, *self._found(), *of_gpu()]
         states = [generator.get() for generator in there]
-        for one in parts:
+        for one in filter(_may_draw, datasets_in(self.dataset)):
             with suppress(Exception):  # if training needs the sample, it is read again, and told
                 one[0]
         for generator, state in zip(there, states, strict=True):

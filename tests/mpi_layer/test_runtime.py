@@ -59,7 +59,7 @@ for core in cores[environment.launched_rank(os.environ)], cores[0]:
     os.sched_setaffinity(0, {core})
     polite = runtime.start_runtime().world.waiting.polite
     os.environ.pop(environment.YIELD, None)
-    print(polite, runtime.yield_while_waiting(False))
+    print(f"{polite} {runtime.yield_while_waiting(False)}\\n", end="", flush=True)  # in one piece
 """
 
 
