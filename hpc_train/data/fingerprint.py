@@ -28,8 +28,8 @@ from hpc_train.seeds import mix
 LOOK_STREAM = 5  # part of the samples' seeds
 PIECES = 8  # number of pieces of a floating-point tensor whose means are compared
 CLOSE = 1e-3  # largest difference of equal samples, which two kinds of processor may compute
-VALUES_AT_ONCE = 1 << 20  # that are converted
-OF_NUMPY = (torch.float16, torch.float32, torch.float64)
+VALUES_AT_ONCE = 1 << 20  # number of values that are converted at once
+OF_NUMPY = (torch.float16, torch.float32, torch.float64)  # the floating-point types that it has
 
 Fingerprint = list[list[Any] | None]
 """For each sample a hash and some numbers, as plain JSON values; None: it cannot be read."""
@@ -131,7 +131,7 @@ def _numbers(values: np.ndarray) -> list[float]:
 
 
 def _sums(values: np.ndarray) -> tuple[float, float]:
-    """The sum of some values, and that of their amounts. Infinite ones and NaN count as 0."""
+    """The sum of some values, and that of their absolute values. Infinity and NaN count as 0."""
     total = amount = 0.0
     for begin in range(0, len(values), VALUES_AT_ONCE):  # a sample may take much of the memory
         block = values[begin : begin + VALUES_AT_ONCE].astype(np.float64)

@@ -113,7 +113,7 @@ class Reader:
         there = [*self._shared, *self._found(), *of_gpu()]
         states = [generator.get() for generator in there]
         for one in filter(_may_draw, datasets_in(self.dataset)):
-            with suppress(Exception):  # if training needs the sample, it is read again, and told
+            with suppress(Exception):  # if training needs the sample, it raises again
                 one[0]
         for generator, state in zip(there, states, strict=True):
             generator.put(state)

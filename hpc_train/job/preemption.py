@@ -284,7 +284,7 @@ class StopRequests:
             signal.signal(signal.SIGCONT, self._on_continue)
         if self._signal and not self._stopping:
             outer = getattr(self._before[signal.SIGTERM], "__self__", None)
-            if isinstance(outer, StopRequests):  # of the training inside of which this one was
+            if isinstance(outer, StopRequests):  # this training ran inside another one
                 outer._signal = outer._signal or self._signal
             else:
                 StopRequests.unanswered = self._signal

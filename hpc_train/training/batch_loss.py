@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class BatchLoss:
     """Computes the losses of micro-batches in the number format of the configuration.
 
     Args:
-        task: its loss, and its scores.
+        task: the task, which has the loss and the scores.
         made: the model, its layout and the scaler.
         seed: `run.seed`.
     """
@@ -48,13 +48,13 @@ class BatchLoss:
             loss, rows = self.task.scores.measure(self.made.model, batch)
             return checked_loss(loss), rows
 
-    def _computing(self) -> ExitStack:
-        """A context of the number format. Its errors tell of the rank's part of the model."""
-        made, stack = self.made, ExitStack()
-        if made.scaler is not None:
-            stack.enter_context(torch.autocast(made.device.type, made.scaler.dtype))
-        stack.enter_context(whole_logits_missed(made.model, made.layout.gradients.tensor))
-        return stack
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Compute in the number format. Errors say what this rank's part of the model explains."""
+        made, scaler = self.made, self.made.scaler
+        form = nullcontext() if scaler is None else torch.autocast(made.device.type, scaler.dtype)
+        with form, whole_logits_missed(made.model, made.layout.gradients.tensor):
+            yield
 
     def seed(self, step: int, micro_batch: MicroBatch, virtual_stage: int) -> None:
         """Seed the random generators, and the model's own draws, for a micro-batch."""

@@ -83,7 +83,7 @@ def use_cores(runtime: Runtime) -> None:
 def threads_in_use(group: Group, device: torch.device) -> int:
     """The largest number of threads that a rank computes with. Collective.
 
-    On processors the order of additions depends on it. On GPUs it is 0: no addition depends on it.
+    The order of additions on processors depends on it. GPUs add in their own order, so it is 0.
     """
     return group.largest(torch.get_num_threads() if device.type == "cpu" else 0)
 

@@ -51,7 +51,7 @@ def tell_last_start(
 
 
 def _number(value: object, otherwise: int) -> int:
-    """A number above 0 that an event has; another one if it has none."""
+    """The value, if it is an integer above 0. Else the other number."""
     return value if isinstance(value, int) and value > 0 else otherwise
 
 
