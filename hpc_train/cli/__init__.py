@@ -79,7 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code == 0:  # otherwise an error is told already
             print_error(told)
         return code or told.exit_code
+    finally:
+        _give_up_errors()
     return code
+
+
+def _give_up_errors() -> None:
+    """Drop what standard error has no room for. Python would make the exit code 120 of it."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _open_streams() -> Output | None:

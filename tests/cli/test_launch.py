@@ -181,12 +181,15 @@ def test_a_sites_own_line_is_restarted_too(tmp_path):
     assert "not bound" not in done.stderr, "the line says how they are bound"
 
 
-def test_a_full_disk_below_its_standard_error_ends_no_job():
+def test_a_full_disk_below_its_standard_error_changes_no_exit_code():
+    buffered = {"PYTHONUNBUFFERED": ""}  # so Python has something to write at its end
     script = "import os, sys; sys.exit(0 if 'HPC_TRAIN_RESTARTS' in os.environ else 3)"
     words = hpc_train(
         "launch", "-np", "1", "--max_restarts", "1", "--", sys.executable, "-c", script
     )
-    assert run("sh", "-c", '"$@" 2>/dev/full', "sh", *words).returncode == 0
+    for line, code in (words, 0), (hpc_train("train", "missing.yaml"), 2):
+        done = run("sh", "-c", '"$@" 2>/dev/full', "sh", *line, environ=buffered)
+        assert done.returncode == code
 
 
 @pytest.mark.parametrize(
