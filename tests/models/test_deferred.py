@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.deferred import deferred, is_unfilled, recipes_of
 from hpc_train.models.initial import RecordedValues
 from hpc_train.sharding import SliceSpec
+from tests.models.memory import memory_of_its_own
 
 
 def values(model):
@@ -315,7 +315,6 @@ def test_mistakes_of_the_models_code_are_errors_when_it_is_built(wrong):
 
 
 def test_a_large_model_takes_no_memory():
-    before = psutil.Process().memory_full_info().pss
-    model, _ = built(lambda: nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(5))))
-    taken = psutil.Process().memory_full_info().pss - before
-    assert taken < 0.05 * sum(p.nbytes for p in model.parameters())
+    before = memory_of_its_own()
+    model, _ = built(lambda: nn.Sequential(*(nn.Linear(4000, 4000) for _ in range(5))))
+    assert memory_of_its_own() - before < 0.05 * sum(p.nbytes for p in model.parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from hpc_train.models import initial as initials
 from hpc_train.models.gpt.shape import GptShape
 from hpc_train.models.initial import Initial, InitialValues, normals, unfilled
 from hpc_train.sharding import SliceSpec
+from tests.models.memory import memory_of_its_own
 
 SIZES = {"vocab": 13, "sequence": 6, "layers": 2, "hidden": 8, "heads": 2}
 
@@ -94,7 +94,6 @@ def test_a_model_that_is_filled_later_is_the_same_model(tie):
 
 
 def test_a_model_without_values_takes_no_memory():
-    before = psutil.Process().memory_full_info().pss
+    before = memory_of_its_own()
     model = unfilled(GPT, torch.float32, **SIZES | {"hidden": 2048, "vocab": 4096})
-    taken = psutil.Process().memory_full_info().pss - before
-    assert taken < 0.05 * sum(p.nbytes for p in model.parameters())
+    assert memory_of_its_own() - before < 0.05 * sum(p.nbytes for p in model.parameters())
