@@ -117,7 +117,10 @@ def _entries(there: Any, names: Sequence[str], kind: type) -> dict[str, Any]:
     entries = there if isinstance(there, dict) else {}
     found = {name: entries[name] for name in names if isinstance(entries.get(name), kind)}
     passes = [one for entry in found.values() for one in (entry if kind is list else [entry])]
-    sound = all(isinstance(one, dict) and isinstance(one.get("loss"), float) for one in passes)
+    sound = all(
+        isinstance(one, dict) and "loss" in one and {*map(type, one.values())} == {float}
+        for one in passes
+    )
     return found if sound else {}
 
 

@@ -138,7 +138,9 @@ def test_a_stop_between_two_passes_keeps_the_features_and_progress_is_reported(
     assert due == [1350.0] * (3 if job.world.rank == 0 else 0), "one pass of b, and two of c"
 
 
-@pytest.mark.parametrize("other", ['{"a": 3}', '{"a": {"loss": "1"}}', "3"])
+@pytest.mark.parametrize(
+    "other", ['{"a": 3}', '{"a": {"loss": "1"}}', '{"a": {"loss": 1.0, "loss_std": "1"}}', "3"]
+)
 def test_an_odd_file_of_another_program_is_written_anew(tmp_path, other):
     train(tmp_path, alone(), "--run.steps", "1")
     wanted = (tmp_path / "importance.json").read_text()
