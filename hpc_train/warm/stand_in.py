@@ -91,7 +91,9 @@ def start_stand_in(program: Sequence[str], path: str) -> int | None:
             print(f"hpc-train: a rank starts cold: {reason}", file=sys.stderr)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return None
-    return end_as(wait(server, group))
+    with server:
+        status = wait(server, group)
+    return end_as(status)
 
 
 def check_program(program: Sequence[str]) -> None:
