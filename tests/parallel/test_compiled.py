@@ -25,6 +25,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="there is no
 
 
 @needs_compiler
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of torch about itself
 @pytest.mark.slow("torch.compile loads, and compiles a block for training and for validation")
 def test_blocks_of_a_kind_share_their_code(monkeypatch):
@@ -124,6 +125,7 @@ def test_losses_of_compiled_blocks_are_those_of_others(tmp_path, ranks):
     keys |= {"model.layers": 4, "model.hidden": 16, "model.heads": 2, "model.sequence": 16}
     keys |= {"model.dropout": 0.2, "precision.dtype": "float64", "data.batch": 8}
     more = {"run.compile": "true", "parallel.pp": ranks, "data.micro_batch": 4}
+    more |= {"memory.recompute": "full"}
     losses = []
     for name, added in (("plain", {}), ("compiled", more)):
         words = [w for key, value in (keys | added).items() for w in (f"--{key}", str(value))]

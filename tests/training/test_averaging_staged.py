@@ -22,6 +22,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.levels import Levels
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training import sharing
+from tests.cases import cases
 from tests.gradients.late_lane import LateLane
 from tests.training.test_averaging import LAYOUTS, deeper, last_checkpoint, stop_after
 from tests.training.test_averaging_streamed import FINE_TUNED, NODES, loop_losses, train
@@ -136,8 +137,18 @@ def test_layouts(job, together, layout, caplog):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("micro_batch", ["3", "1"])
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    ("staged", "micro_batch"),
+    cases(
+        {
+            "at once": (False, "1"),
+            "staged": (True, "3"),
+            "at once, larger": (False, "3"),
+            "staged, smaller": (True, "1"),
+        },
+        later=["at once, larger", "staged, smaller"],
+    ),
+)
 def test_a_run_stopped_where_it_saves_goes_on_bit_for_bit(job, together, staged, micro_batch):
     more = ["--memory.zero", "2", "--data.micro_batch", micro_batch, *(STAGED if staged else ())]
     with on_device() if staged else nullcontext():

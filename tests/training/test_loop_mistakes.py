@@ -523,7 +523,7 @@ def fail_once(runtime, folder, model, optimizer):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_second_loop_after_an_error_that_all_ranks_catch(job, together, anew):
     before = [*job.at_end]
     model = make_model()

@@ -1066,7 +1066,9 @@ def test_local_steps_are_evaluated_as_their_mean(job, together):
 
 @pytest.mark.skipif(not runtime.horovod_built(), reason="Horovod is not built")
 @pytest.mark.mpi
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    "options", cases({"plain": {}, "clip": {"clip_norm": 0.05}}, later=["plain"])
+)
 def test_an_optimizer_that_horovod_has_wrapped(job, together, options):
     hvd = runtime.start_horovod(job.world)
 

@@ -11,6 +11,7 @@ from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.training import micro_batch
 from hpc_train.training.micro_batch import USED, Need, largest_that_fits, sizes_to_try
+from tests.cases import cases
 from tests.training.test_trainer import check_equal, config, make
 
 AUTO = ["--data.micro_batch", "auto", "--run.deterministic", "false"]
@@ -43,7 +44,13 @@ def test_the_largest_that_fits_is_found_without_a_trial_that_does_not(rest, of_s
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("options", [[], ["--memory.zero", "2"], ["--parallel.pp", "2"]])
+@pytest.mark.parametrize(
+    "options",
+    cases(
+        {"replicas": [], "zero": ["--memory.zero", "2"], "pipeline": ["--parallel.pp", "2"]},
+        later=["zero"],
+    ),
+)
 def test_losses_are_those_of_one_rank(job, together, reference, options):
     trainer = make(config(together / "run", *AUTO, *options), job)
     trainer.train()

@@ -66,7 +66,7 @@ def check_ended(directory):
     return best + 6
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 4, later=(2,))
 @pytest.mark.parametrize("layout", [[], ["--parallel.pp", "2", "--data.micro_batch", "3"]])
 def test_every_layout_ends_after_the_same_step(group, together, layout):
     if layout and group.size == 1:

@@ -39,7 +39,7 @@ def bytes_of(communication):
     return sum(one["bytes"] for one in communication["operations"])
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4, later=(2,))
 def test_events_and_records_name_a_slow_rank_and_say_what_was_communicated(
     group, together, monkeypatch
 ):
