@@ -128,10 +128,13 @@ class Pipeline:
             if action.kind is Kind.FORWARD:
                 with phases(first, self._told(action)):
                     live[key] = self._forward(action, forward, forms)
-                if self._stage(action) == self.virtual - 1:
+                last = self._stage(action) == self.virtual - 1
+                if last:
                     losses.append(live[key].output.detach())
                 if not torch.is_grad_enabled():
-                    self._release(live.pop(key))
+                    gone = live.pop(key)
+                    if not last:  # what `forward` keeps of the last stage may be views of its input
+                        self._release(gone)
             elif action.kind is Kind.WEIGHT:
                 with phases("backward", self._told(action)):
                     compute(live[key].deferred)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpc_train.collectives import Collectives
 from hpc_train.errors import UserError
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
@@ -18,6 +19,9 @@ from hpc_train.mpi.group import Group
 ComputeScores = Callable[[Mapping[str, np.ndarray]], Mapping[str, float | None]]
 SampleParts = Sequence[tuple[Sequence[int], Mapping[str, Tensor]]]
 """Numbers of samples, and tensors of theirs by name; each sample is that of one rank."""
+
+
+ROWS_ALIKE = 0.01  # rows of tensor-parallel ranks may differ by this share of their norm
 
 
 class Collector(Protocol):
@@ -130,6 +134,48 @@ class GatheredRows:
 def defined(scores: Mapping[str, float | None]) -> dict[str, float]:
     """The scores that are numbers, and finite."""
     return {name: number for name, number in as_numbers(scores).items() if math.isfinite(number)}
+
+
+def check_rows_alike(rows: Sequence[Mapping[str, Tensor]], tensor: Collectives) -> None:
+    """Check that tensor-parallel ranks have the same rows. Collective over these ranks.
+
+    Args:
+        rows: of the micro-batches; none on ranks whose stage is not the last.
+        tensor: of the tensor-parallel ranks.
+
+    Raises:
+        UserError: they differ; perhaps not on all ranks.
+    """
+    if tensor.group.size == 1 or not rows:
+        return
+    real = [torch.view_as_real(one) if one.is_complex() else one for one in _tensors(rows)]
+    forms = repr([(tuple(one.shape), one.dtype) for one in real])
+    alike = len({*tensor.group.gathered(forms, "the forms of rows")}) == 1
+    if alike and real:
+        mine = torch.cat([one.detach().double().flatten() for one in real])
+        mine = mine.nan_to_num(0.0, 0.0, 0.0)
+        first = mine.clone()
+        tensor.broadcast_(first)
+        largest = max(float(mine.norm()), float(first.norm()))
+        alike = float((mine - first).norm()) <= ROWS_ALIKE * largest
+    if not alike:
+        raise UserError(
+            "the rows that `measure` of the task's scores returns differ between the ranks of "
+            "parallel.tp",
+            "the model's outputs have only the rank's part of the vocabulary or the width: give "
+            "its last layer no style in `tensor_plan`, or return rows of whole tensors",
+        )
+
+
+def _tensors(rows: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    """The tensors among the rows; what else is there is refused later."""
+    return [
+        one
+        for own in rows
+        if isinstance(own, Mapping)
+        for one in own.values()
+        if isinstance(one, Tensor)
+    ]
 
 
 def as_numbers(scores: Mapping[str, float | None]) -> dict[str, float]:

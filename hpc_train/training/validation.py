@@ -25,7 +25,7 @@ from hpc_train.seeds import mix
 from hpc_train.training.assemble import Assembly
 from hpc_train.training.device import moved
 from hpc_train.training.evaluation import HELD_OUT
-from hpc_train.training.scoring import Collector
+from hpc_train.training.scoring import Collector, check_rows_alike
 
 
 class Validation:
@@ -57,6 +57,7 @@ class Validation:
         """Gives each sample of the next micro-batch a seed of some numbers and its own number."""
         self.together = 1
         """How many neighbours among the held-out samples are computed together."""
+        self._compared = False  # whether tensor-parallel ranks have compared rows
 
     def of(self, dataset: Any) -> Validation:
         """The same for other samples."""
@@ -146,9 +147,13 @@ class Validation:
             rows.append(own)
             return loss
 
-        if not batches:
-            return [], []
-        losses = self.made.layout.pipeline.evaluate(forward, [part.form for part in parts])
+        losses = []
+        if batches:
+            losses = self.made.layout.pipeline.evaluate(forward, [part.form for part in parts])
+        if self.collector is not None and not self._compared:
+            self._compared = True
+            with agreed(self.made.grid.world):
+                check_rows_alike(rows, self.made.layout.gradients.tensor)
         return (losses, rows) if self.made.speaks else ([], [])
 
     def _rounds(self, size: int) -> Iterator[list[Part]]:

@@ -103,6 +103,79 @@ def test_every_held_out_sample_counts_once_and_in_order(group, together, options
         assert json.loads(text.splitlines()[0]).keys().isdisjoint(found)
 
 
+class Viewed(Numbered):
+    """Its last stage returns a view of what it received."""
+
+    stages = ("first", "middle", "last", "view")
+
+    def __init__(self):
+        super().__init__()
+        self.middle, self.view = nn.Linear(4, 4), nn.Flatten(0)
+
+    def forward(self, x):
+        return self.view(self.last(self.middle(self.first(x))))
+
+
+@pytest.mark.ranks(1, 4)
+def test_rows_may_be_views_of_what_the_last_stage_received(group, together):
+    def squared(model, batch):
+        found = model(batch[0] / 64)
+        return (found - batch[1][:, 0] / 64).square().mean(), {"found": found, "wanted": batch[1]}
+
+    def mean(arrays):
+        return {"error": np.square(arrays["found"] - arrays["wanted"][:, 0] / 64).mean()}
+
+    torch.manual_seed(5)
+    task = TrainingTask(
+        Viewed(),
+        numbers(60),
+        lambda model, batch: squared(model, batch)[0],
+        validation=numbers(HELD_OUT),
+        scores=HeldOutScores(squared, mean),
+    )
+    options = ["--parallel.pp", str(group.size), "--data.micro_batch", "2"]
+    with Trainer(config(together / "run", *options), task, Runtime(group, group)) as trainer:
+        trainer.validate()
+        assert trainer.held_out["error"] == pytest.approx(trainer.held_out["loss"], rel=1e-12)
+
+
+class Vocabulary(nn.Module):
+    """Tensor-parallel ranks have a part of its outputs each."""
+
+    tensor_plan = {"head": "vocab", "loss": "vocab"}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(1, 4), nn.Linear(4, 6)
+        self.loss = nn.CrossEntropyLoss(reduction="none")
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.first(x)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["scores", "classes"])
+def test_rows_of_a_part_of_the_vocabulary_are_refused(group, together, kind):
+    def classified(model, batch):
+        found = model(batch[0] / 64)
+        rows = found if kind == "scores" else found.argmax(-1)
+        return model.loss(found, (batch[1][:, 0] % 6).long()).mean(), {"rows": rows}
+
+    task = TrainingTask(
+        Vocabulary(),
+        numbers(60),
+        lambda model, batch: classified(model, batch)[0],
+        validation=numbers(HELD_OUT),
+        scores=HeldOutScores(classified, lambda arrays: {}),
+    )
+    settings = config(together / "run", "--parallel.tp", "2")
+    with (
+        Trainer(settings, task, Runtime(group, group)) as trainer,
+        pytest.raises(UserError, match="rows that `measure` .* differ .* parallel.tp"),
+    ):
+        trainer.validate()
+
+
 @pytest.mark.ranks(1, 4)
 def test_a_limited_pass_scores_the_same_samples(group, together):
     options = ["--data.batch", "12", "--data.validation_batches", "1"]
