@@ -154,7 +154,7 @@ def fit_table(
     )
     with _shown(group, verbose=settings.verbose):
         if settings.run_dir is None:
-            weights, history = _in_memory(config, task, runtime, shape)
+            weights, history = _in_memory(config, task, runtime, shape, settings.verbose)
         else:
             weights, history = _with_files(config, task, runtime, shape, settings.verbose)
     found = {name: one.numpy() for name, one in weights.items()}
@@ -210,8 +210,11 @@ def _limit_threads(trainer: Trainer, shape: Shape) -> None:
     torch.set_num_threads(min(torch.get_num_threads(), wanted))
 
 
-def _in_memory(config: RunConfig, task: TrainingTask, runtime: Runtime, shape: Shape) -> Trained:
+def _in_memory(
+    config: RunConfig, task: TrainingTask, runtime: Runtime, shape: Shape, shown: bool
+) -> Trained:
     with InMemoryTrainer(config, task, runtime) as trainer:
+        trainer.shown = shown
         _limit_threads(trainer, shape)
         with _remedied(""):
             trainer.train()

@@ -223,12 +223,14 @@ def _failed(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if _current:
         told = "".join(traceback.format_exception(kind, error, trace))
         _current[0].fail(error, str(mistake or told), tell)
-        return
-    launch = read_launch(os.environ)
-    if launch is not None and launch.rank > 0:
-        # The launcher ends this rank if the first one has failed, too.
-        time.sleep(SAME_ERROR_PATIENCE)
-    tell()
+    else:
+        launch = read_launch(os.environ)
+        if launch is not None and launch.rank > 0:
+            # The launcher ends this rank if the first one has failed, too.
+            time.sleep(SAME_ERROR_PATIENCE)
+        tell()
+    if mistake is not None:
+        raise SystemExit(mistake.exit_code)  # Python heeds it here, too
 
 
 def _mistake(error: BaseException, trace: TracebackType | None) -> HpcTrainError | None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
 from torch import Tensor
 
 from hpc_train.checkpoint.weights import whole_tensors
 from hpc_train.config import RunConfig
 from hpc_train.data.loader import MicroBatch, Step
 from hpc_train.errors import ConfigError
+from hpc_train.monitoring.console import describe_record
 from hpc_train.mpi.runtime import Runtime
 from hpc_train.mpi.watchdog import watch_over
 from hpc_train.training.evaluation import train_mode
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 WITH_FILES: tuple[str, ...] = (
     "checkpoint",
@@ -68,12 +73,17 @@ class InMemoryTrainer(Trainer):
             train_mode(self.model)
             self.step_records.start()
             for step in range(1, self.plan.last + 1):
-                self._train_step(self._read(step), self.records.append)
+                self._train_step(self._read(step), self._record)
                 if self.patience.over:
                     break
             if not self.weights:
                 self.weights = self._whole()
         return step
+
+    def _record(self, record: dict[str, float]) -> None:
+        self.records.append(record)
+        if self.shown and self.group.rank == 0:
+            logger.info(describe_record(record))
 
     def _read(self, number: int) -> Step:
         """This rank's micro-batches of a step."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -164,6 +166,19 @@ def test_the_history_has_the_scores_of_the_rows_held_out():
     assert told["validation_r2"] == pytest.approx(metrics.r2_score(y, predicted))
     rmse = metrics.root_mean_squared_error(y, predicted)
     assert told["validation_rmse"] == pytest.approx(rmse)
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_verbose_prints_the_losses(tmp_path, capfd, files):
+    X, y = curve(60)
+    how = {"steps": 50, "batch": 16, "run_dir": tmp_path / "run" if files else None}
+    for verbose in (False, True):
+        Regressor(**how, verbose=verbose).fit(X[:40], y[:40], eval_set=(X[40:], y[40:]))
+        out = "".join(capfd.readouterr())
+        assert len(re.findall(r"step (?:1|25|50)  loss [\d.]+  ", out)) == 3 * verbose, out
+        assert ("validation" in out) == verbose
+        if files:
+            shutil.rmtree(tmp_path / "run")
 
 
 def test_without_patience_the_model_is_that_of_the_last_step():
