@@ -98,7 +98,7 @@ def lock(folder: Path) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise UserError(
-            f"another `hpc-train stage` copies to {folder} now", "stage again when it has ended"
+            f"another `hpc-train stage` uses {folder} now", "try again when it has ended"
         ) from None
     except OSError:  # a file system without locks
         pass
@@ -137,7 +137,9 @@ def _removing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}", f"remove {folder} by hand") from None
+        raise UserError(
+            f"{folder} cannot be removed ({error.strerror})", "remove it by hand"
+        ) from None
 
 
 class Copy:

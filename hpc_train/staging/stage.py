@@ -69,14 +69,18 @@ def clean(runtime: Runtime, to: Path | None) -> None:
     """Remove the job's copies from all nodes. Collective.
 
     Raises:
-        UserError: a node cannot remove its copy; raised on all ranks.
+        UserError: a node cannot remove its copy, or another call uses it; raised on all ranks.
     """
     levels = Levels.of(runtime.world)
     folder = from_first(runtime.world, lambda: copies_folder(to, os.environ))
     removed = False
     with _settled(levels):
-        if levels.node.rank == 0:
-            removed = copy.remove_copy(folder)
+        if levels.node.rank == 0 and os.path.lexists(folder):
+            held = copy.lock(folder)
+            try:
+                removed = copy.remove_copy(folder)
+            finally:
+                os.close(held)
     count = runtime.world.total(int(removed))
     if count:
         runtime.print(f"{folder} is removed from {_nodes(count)}")

@@ -12,6 +12,7 @@ import pytest
 
 from hpc_train.cli.stage import options
 from hpc_train.errors import UserError
+from hpc_train.staging.copy import lock
 from tests.programs import command, hpc_train, only_line, run
 from tests.waiting import wait_until
 
@@ -49,6 +50,11 @@ def test_programs_of_the_copy_need_the_original_no_more(tmp_path, environment):
     copy = str(copies / "environment")
     package = next((copies / "environment").glob("lib/python*/site-packages/tool.py"))
     assert used.stdout.split("\n") == [copy, str(package), copy, str(package), "tokens"]
+    held = lock(copies)
+    refused = run(*hpc_train("stage", "--clean", "--to", str(to)))
+    os.close(held)
+    assert refused.returncode == 2
+    assert f"another `hpc-train stage` uses {copies} now" in only_line(refused.stderr)
     cleaned = run(*hpc_train("stage", "--clean", "--to", str(to)))
     assert cleaned.stdout == f"{copies} is removed from 1 node\n"
     assert [*to.iterdir()] == []

@@ -108,7 +108,7 @@ def test_a_call_is_refused_while_another_one_copies(group, source):
     folder.mkdir()
     held = lock(folder) if last else os.open("/", os.O_RDONLY)
     group.barrier()
-    with pytest.raises(UserError, match="another `hpc-train stage` copies to .*/copies now"):
+    with pytest.raises(UserError, match="another `hpc-train stage` uses .*/copies now"):
         bring(levels, listed(group, source), folder)
     kept = folder.exists()
     os.close(held)
