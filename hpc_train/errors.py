@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from io import FileIO
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, TextIO, Union, get_args, get_origin, get_type_hints
 
 EXIT_FAILURE = 1
@@ -198,6 +199,11 @@ def error_text(of: object) -> str:
 
 def unwritable(directory: str | os.PathLike[str], error: OSError) -> ConfigError:
     """The error for a run directory in which something cannot be written."""
+    if isinstance(error, FileExistsError) and (path := Path(error.filename)).is_symlink():
+        return ConfigError(
+            f"{path} is a link to {path.readlink()}, where no folder is",
+            "restore that folder, or remove the link",
+        )
     named = "" if error.filename is None else f": {error.filename}"
     return ConfigError(
         f"{directory} cannot be written ({error.strerror}{named})",

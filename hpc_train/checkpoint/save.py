@@ -21,7 +21,7 @@ from typing import TypeVar
 from hpc_train import files
 from hpc_train.checkpoint import fileformat
 from hpc_train.checkpoint.background import Phases, Snapshot, agree, enough_memory
-from hpc_train.checkpoint.catalogue import find_checkpoints
+from hpc_train.checkpoint.catalogue import find_checkpoints, unfinished_in
 from hpc_train.checkpoint.claim import Claim
 from hpc_train.checkpoint.engines import (
     PosixWriter,
@@ -97,6 +97,9 @@ def saving(
         with agreed(group), _explaining(path):
             if group.rank == 0:
                 check()
+                for left in unfinished_in(path.parent) if token else []:
+                    if left.name.endswith(f"{token}.partial"):  # the disk refused to remove it
+                        _give_up(left)
                 # From here on rank 0 removes the incomplete file if any phase fails on any rank.
                 cleared.push(lambda failed, *_: _give_up(partial_path) if failed else None)
                 _reserve(partial_path, layout.file_bytes)

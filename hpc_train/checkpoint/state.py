@@ -211,17 +211,30 @@ def model_values(trained: TrainingState) -> dict[str, str]:
     That is `COMPLEX` for a tensor that is saved as pairs. For each further name of a tensor it is
     the first name.
     """
-    values, firsts = {}, dict[int, str]()
-    for name, tensor in trained.model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            continue
-        shard = trained.shards.get(name)
-        first = firsts.setdefault(id(tensor), shard.name if shard else name)
-        if first != name:
-            values[MODEL + name] = MODEL + first
+    values = {}
+    further = further_names(trained.model, trained.shards)
+    for name, tensor in _tensors_of(trained.model):
+        if name in further:
+            values[MODEL + name] = MODEL + further[name]
         elif tensor.dtype == torch.complex128:
             values[MODEL + name] = COMPLEX
     return values
+
+
+def further_names(model: nn.Module, shards: Shards) -> dict[str, str]:
+    """The further names of tensors that a model has under several, each with the first name."""
+    found, firsts = {}, dict[int, str]()
+    for name, tensor in _tensors_of(model):
+        shard = shards.get(name)
+        first = firsts.setdefault(id(tensor), shard.name if shard else name)
+        if first != name:
+            found[name] = first
+    return found
+
+
+def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    held = model.state_dict(keep_vars=True)
+    return [(name, tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)]
 
 
 def check_model(

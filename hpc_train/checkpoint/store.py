@@ -39,6 +39,7 @@ from hpc_train.errors import (
     CheckpointUnreadable,
     DivergenceError,
     NotFiniteError,
+    UserError,
     plural,
 )
 from hpc_train.mpi.agreement import from_first
@@ -109,7 +110,7 @@ class Checkpoints:
         A save in the background that has not ended is finished first.
 
         Args:
-            step: the step that has just ended.
+            step: the step that has just ended; the first one is 1.
             background: whether to return as soon as training may go on. A thread writes, and `poll`
                 at the end of later steps and `finish` do the rest. Until then nothing but the
                 optimizer's step, and those of optimizers that `hold_back` was given, may change the
@@ -124,7 +125,10 @@ class Checkpoints:
             DivergenceError: replicas differ.
             NotFiniteError: trained parameters are infinite or not numbers.
             ClaimError: another job has taken the directory.
+            UserError: the step is below 1.
         """
+        if step < 1:  # `resume` returns 0 if there is no checkpoint
+            raise UserError(f"a checkpoint of step {step} was asked for", "count steps from 1")
         self.finish()
         path = self.directory / name_of(step)
         if step == self.saved_step:
@@ -374,6 +378,8 @@ class Checkpoints:
                         plural(lost, "step is", "steps are"),
                         step_of(found[0]),
                     )
+                if path.parent == self.directory and path != latest:
+                    self._name_latest(path)
                 return step
             except CheckpointUnreadable:
                 raise  # it need not be damaged: going back would lose work, and overwrite it
@@ -382,6 +388,14 @@ class Checkpoints:
                     raise
                 logger.warning("%s; trying the one before", error)
         return 0
+
+    def _name_latest(self, path: Path) -> None:
+        """Name a restored checkpoint as the latest one. A kill may have come before its name."""
+        if self.group.rank == 0 and self.claim is not None and self.claim.lost() is None:
+            try:
+                files.write_text(self.directory / LATEST, path.name + "\n")
+            except OSError as error:  # the next save will try again, and tell
+                logger.warning("%s cannot be written (%s)", self.directory / LATEST, error)
 
     def unify_buffers(self) -> None:
         """Give all replicas the buffers of rank 0. Collective."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def start_from(
     named_parameters = model.named_parameters()
     mine = {shards[n].name if n in shards else n: p.requires_grad for n, p in named_parameters}
     trained = group.united(mine)
+    further = group.united(state.further_names(model, shards))
     frozen = [name for name in forms if finetuned and not trained.get(name, True)]
     left = [name for name in frozen if not selected(name, include, exclude)]
     random = _random_ones(left, held, group)
@@ -106,6 +108,7 @@ def start_from(
         fresh: Collection[str] = ()
         if foreign and (convert := foreign(source.about, whole=whole)):
             source, fresh = _converted(source, convert), getattr(convert, "fresh", ())
+        source = _with_names(source, wanted, further)
         _check_left(left, {*random, *source.forms})
         if wrong := [name for name in wanted if name in fresh and not trained[name]]:
             raise ConfigError(
@@ -208,6 +211,7 @@ class _Source:
         read: reads the tensor of a name.
         about: the checkpoint's `about`, or the folder's `config.json`.
         lacking: foreign names of tensors that are missing, by the name of ours that needs them.
+        further: further names of tensors, each with the name in `forms`.
     """
 
     path: Path
@@ -215,18 +219,19 @@ class _Source:
     read: Callable[[str], Tensor]
     about: Mapping[str, Any] = field(default_factory=dict)
     lacking: Mapping[str, str] = field(default_factory=dict)
+    further: Mapping[str, str] = field(default_factory=dict)
 
 
 def _open(path: Path) -> _Source:
     try:
         if not path.is_dir():
             return _checkpoint(path) if _is_checkpoint(path) else _plain(path, [path])
+        if checkpoints_in(path):  # first, because a run may have been exported into its directory
+            return _checkpoint(newest(path))
         if (path / ONE_FILE).is_file():
             paths = [path / ONE_FILE]
         elif (path / INDEX).is_file():
             paths = [path / name for name in _names_in(path / INDEX)]
-        elif checkpoints_in(path):
-            return _checkpoint(newest(path))
         else:
             raise DataError(f"{path} has neither {ONE_FILE} nor checkpoints", GIVE)
         config = path / "config.json"
@@ -277,23 +282,28 @@ def _is_checkpoint(path: Path) -> bool:
 def _checkpoint(path: Path) -> _Source:
     saved = MergedTensors(path)
     forms = {name: (entry.dtype, entry.shape) for name, entry in saved.entries.items()}
-    return _Source(path, forms, saved.__getitem__, saved.about)
+    return _Source(path, forms, saved.__getitem__, saved.about, further=saved.further)
 
 
 def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
     forms, homes = {}, {}
     told: dict[str, Any] = {}
+    names: dict[str, str] = {}
     for file in paths:
         try:
             opened = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file} is no sound safetensors file ({error})", GIVE) from None
         told |= _told(opened.metadata())
+        names |= opened.metadata() or {}
         for name in opened.keys():  # noqa: SIM118  # safe_open's object is not a mapping
             part = opened.get_slice(name)
             forms[name] = part.get_dtype(), tuple(part.get_shape())
             homes[name] = opened
-    return _Source(path, forms, lambda name: homes[name].get_tensor(name), about or told)
+    # safetensors' own `save_model` tells so of further names of a tensor.
+    further = {name: first for name, first in names.items() if first in forms}
+    read = lambda name: homes[name].get_tensor(name)  # noqa: E731
+    return _Source(path, forms, read, about or told, further=further)
 
 
 def _told(metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -337,9 +347,32 @@ def _converted(
             shapes = [f"{theirs} has the shape {[*source.forms[theirs][1]]}" for theirs in parts]
             cause = f"{source.path}: {', '.join(shapes)} ({error})"
             raise CheckpointMismatch(cause, GIVE) from None
-    return replace(
-        source, forms=forms, read=lambda name: converted(name, source.read), lacking=lacking
-    )
+    read = partial(converted, read=source.read)
+    return replace(source, forms=forms, read=read, lacking=lacking, further={})
+
+
+def _with_names(source: _Source, wanted: Iterable[str], further: Mapping[str, str]) -> _Source:
+    """The same tensors, under the names that the model has for them where it shares a tensor.
+
+    Of a tensor with several names, files have one: safetensors' own `save_model` the first in the
+    alphabet, checkpoints the first of the model.
+
+    Args:
+        source: of the tensors.
+        wanted: the names of the tensors to fill.
+        further: further names of the model's tensors, each with the first name.
+    """
+    theirs = {name: source.further.get(name, name) for name in (*source.further, *source.forms)}
+    first = {further.get(name, name): their for name, their in reversed(theirs.items())}
+    found = {
+        name: their
+        for name in wanted
+        if name not in source.forms and (their := theirs.get(name, first.get(name))) is not None
+    }
+    left = {*found.values()} - {*wanted}
+    forms = {name: form for name, form in source.forms.items() if name not in left}
+    forms |= {name: source.forms[their] for name, their in found.items()}
+    return replace(source, forms=forms, read=lambda name: source.read(found.get(name, name)))
 
 
 def check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:

@@ -161,10 +161,10 @@ class Trainer:
                 self._find_micro_batch()
             after = resume_or_start(self.checkpoints, self.config)
             if after >= self.plan.last or self.patience.over:
-                early = f"; raise run.{'epochs' if self.config.run.epochs else 'steps'} to go on"
-                if self.patience.over:
-                    early = ", and run.patience has ended training"
-                logger.info("nothing to do: step %d of %d is done%s", after, self.plan.last, early)
+                self._tell_done(after)
+                if after != self.checkpoints.saved_step and test is None:  # it is another run's
+                    write_config(self.group, directory, self.config)
+                    self.checkpoints.save(after)
                 self._finish(after)
                 return after
             write_config(self.group, directory, self.config)
@@ -205,6 +205,13 @@ class Trainer:
                     test.finish(self.runtime, directory)
                 self._finish(after)
         return after
+
+    def _tell_done(self, step: int) -> None:
+        """Tell that there is no step to take."""
+        early = f"; raise run.{'epochs' if self.config.run.epochs else 'steps'} to go on"
+        if self.patience.over:
+            early = ", and run.patience has ended training"
+        logger.info("nothing to do: step %d of %d is done%s", step, self.plan.last, early)
 
     def _names(self, count: int) -> list[str]:
         """The names of the data sets of a mixture."""

@@ -248,6 +248,15 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_mend(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("name", ["run", "run/.claim"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to("gone")
+    told = re.escape(f"{tmp_path / name} is a link to gone, where no folder is: restore")
+    with pytest.raises(ConfigError, match=told), claimed(Group(), tmp_path / "run", 1.0):
+        pass
+
+
 def test_a_full_disk_is_told_with_the_folder(tmp_path):
     told = re.escape(f"{tmp_path} cannot be written (No space left on device)")
 

@@ -8,11 +8,13 @@ from torch import nn
 
 from hpc_train import files
 from hpc_train.checkpoint import Checkpoints, SavePolicy, TrainingState, fileformat
+from hpc_train.checkpoint import save as saving
 from hpc_train.checkpoint.background import Snapshot
 from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, name_of, newest
+from hpc_train.checkpoint.claim import claimed
 from hpc_train.checkpoint.weights import start_from
 from hpc_train.collectives import connect
-from hpc_train.errors import CheckpointError, CheckpointMismatch
+from hpc_train.errors import CheckpointError, CheckpointMismatch, UserError
 from hpc_train.mpi.group import Group
 from tests.checkpoint import states
 
@@ -291,6 +293,44 @@ def test_a_step_that_is_saved_is_not_written_again(tmp_path):
     checkpoints = store(tmp_path, *make())
     written = checkpoints.save(3).stat().st_mtime_ns
     assert checkpoints.save(3).stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("step", [0, -1])
+def test_steps_count_from_one(tmp_path, step):
+    with pytest.raises(UserError, match=f"checkpoint of step {step} .*: count steps from 1"):
+        store(tmp_path, *make()).save(step)
+
+
+def test_a_start_names_a_checkpoint_that_a_kill_left_without_its_name(tmp_path, caplog):
+    made = make()
+    for step in (1, 2):
+        store(tmp_path, *made, keep=0).save(step)
+    (tmp_path / "LATEST").write_text("step-000000001.safetensors\n")
+    assert store(tmp_path, *made).resume() == 2  # a reader that is not the job's changes nothing
+    assert newest(tmp_path).name == "step-000000001.safetensors"
+    assert "later files" in caplog.text
+    with claimed(Group(), tmp_path, 1.0) as claim:
+        checkpoints = store(tmp_path, *made)
+        checkpoints.claim = claim
+        assert checkpoints.resume() == 2
+    assert newest(tmp_path).name == "step-000000002.safetensors"
+
+
+def test_what_the_disk_refused_to_remove_is_removed_by_the_next_save(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    checkpoints = store(tmp_path, *make())
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "rename", fail)
+        patch.setattr(saving, "_give_up", lambda path: None)
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            checkpoints.save(1)
+    others = tmp_path / ".step-000000001.safetensors.0123.partial"
+    others.touch()
+    assert len([*tmp_path.glob(".*.partial")]) == 2
+    checkpoints.save(2)
+    assert [*tmp_path.glob(".*.partial")] == [others]
 
 
 def test_what_a_dead_job_has_not_completed_is_removed(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints
@@ -228,6 +228,46 @@ def test_what_is_no_weights_is_refused(tmp_path):
     index.write_text("[")
     with pytest.raises(DataError, match="index.json is no JSON object"):
         start(folder, gpt())
+
+
+def test_a_run_that_was_exported_into_its_directory_stands_for_its_newest_checkpoint(tmp_path):
+    save_file(tensors(gpt(1)), tmp_path / "model.safetensors")
+    checkpoint_of(model := gpt(2), tmp_path)
+    assert_same(start(tmp_path, gpt(3)), tensors(model))
+
+
+class Twice(nn.Module):
+    """With one weight under two names, or with two weights."""
+
+    def __init__(self, *, tied: bool):
+        super().__init__()
+        self.token = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 4, bias=False)
+        if tied:
+            self.head.weight = self.token.weight
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["file", "checkpoint", "bare file"])
+def test_the_name_that_a_file_has_for_a_shared_weight_does_not_matter(tmp_path, kind, tied, caplog):
+    saved = Twice(tied=True)
+    path = tmp_path / "tied.safetensors"
+    if kind == "checkpoint":
+        path = checkpoint_of(saved, tmp_path)
+    else:
+        save_model(saved, path)  # the first name in the alphabet
+        assert [*load_file(path)] == ["head.weight"]
+    if kind == "bare file":
+        save_file(load_file(path), path)  # which does not tell the other name
+        if not tied:
+            with pytest.raises(CheckpointMismatch, match="has no token.weight"):
+                start(path, Twice(tied=False))
+            return
+    caplog.set_level(logging.INFO)
+    model = start(path, Twice(tied=tied))
+    assert torch.equal(model.token.weight, saved.token.weight)
+    assert torch.equal(model.head.weight, saved.token.weight)
+    assert "not of this model" not in caplog.text
 
 
 @pytest.mark.parametrize("place", [0, 100, -1])
