@@ -24,6 +24,7 @@ background  the phases of a save, carried out at once or while training goes on
 engines     ways to write: POSIX, MPI-IO; stripes on Lustre
 reading     header and extents of a file, verified: one rank, without torch
 restore     fills the tensors of all ranks from a file
+weight_sources  the files that weights are in
 weights     weights alone: start from them
 merged      the weights with adapters merged into them
 adapters    writes the adapters alone, as PEFT has them

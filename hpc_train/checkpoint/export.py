@@ -15,7 +15,8 @@ from hpc_train import files
 from hpc_train.checkpoint.fileformat import Contents, Entry, TensorForm, torch_dtypes
 from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.parts import as_bytes
-from hpc_train.checkpoint.weights import ABOUT_KEY, check_patterns, selected
+from hpc_train.checkpoint.weight_sources import ABOUT_KEY
+from hpc_train.checkpoint.weights import check_patterns, selected
 from hpc_train.errors import ConfigError, some_of
 
 SUFFIXES = (".safetensors", ".pt")

@@ -10,40 +10,35 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hpc_train.checkpoint import state
-from hpc_train.checkpoint.catalogue import checkpoints_in, newest
 from hpc_train.checkpoint.fileformat import (
-    MAX_HEADER_BYTES,
     LocalTensor,
     TensorForm,
     format_dtypes,
 )
-from hpc_train.checkpoint.merged import MergedTensors
 from hpc_train.checkpoint.state import MODEL
+from hpc_train.checkpoint.weight_sources import (
+    WeightSource,
+    open_source,
+    with_other_names,
+    with_our_names,
+)
 from hpc_train.collectives import connect
 from hpc_train.collectives.overwrite import overwrite
-from hpc_train.errors import CheckpointMismatch, ConfigError, DataError, some_of
-from hpc_train.files import parsed_object
+from hpc_train.errors import CheckpointMismatch, ConfigError, some_of
 from hpc_train.models.lora import is_adapter
 from hpc_train.mpi.agreement import agreed, from_first
 from hpc_train.mpi.group import Group
 from hpc_train.sharding import SliceSpec
 
 logger = logging.getLogger(__name__)
-
-ABOUT_KEY = "model"  # the key of a safetensors file's metadata that has a part of `about` as JSON
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-GIVE = "give a checkpoint, a run directory, a safetensors file, or a folder with model.safetensors"
 
 
 def start_from(
@@ -96,19 +91,19 @@ def start_from(
     frozen = [name for name in forms if finetuned and not trained.get(name, True)]
     left = [name for name in frozen if not selected(name, include, exclude)]
     random = _random_ones(left, held, group)
-    sources: list[_Source] = []  # of rank 0
+    sources: list[WeightSource] = []  # of rank 0
 
     def choose() -> list[str]:
         for key, patterns in (("include", include), ("exclude", exclude)):
             check_patterns(f"checkpoint.{key}", patterns, list(forms))
         wanted = {name: f for name, f in forms.items() if selected(name, include, exclude)}
         whole = len(wanted) == len(forms)
-        source = _open(path)
+        source = open_source(path)
         foreign = getattr(model, "foreign_weights", None)
         fresh: Collection[str] = ()
         if foreign and (convert := foreign(source.about, whole=whole)):
-            source, fresh = _converted(source, convert), getattr(convert, "fresh", ())
-        source = _with_names(source, wanted, further)
+            source, fresh = with_our_names(source, convert), getattr(convert, "fresh", ())
+        source = with_other_names(source, wanted, further)
         _check_left(left, {*random, *source.forms})
         if wrong := [name for name in wanted if name in fresh and not trained[name]]:
             raise ConfigError(
@@ -200,181 +195,6 @@ def whole_tensors(trained: state.TrainingState) -> dict[str, Tensor]:
     return found
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Tensors in files. Only the files' headers have been read.
-
-    Args:
-        path: as given by the user.
-        forms: safetensors' name of the type, and the shape, by the tensors' names. A checkpoint's
-            are in the file's order, so that no extent is read twice.
-        read: reads the tensor of a name.
-        about: the checkpoint's `about`, or the folder's `config.json`.
-        lacking: foreign names of tensors that are missing, by the name of ours that needs them.
-        further: further names of tensors, each with the name in `forms`.
-    """
-
-    path: Path
-    forms: Mapping[str, tuple[str, tuple[int, ...]]]
-    read: Callable[[str], Tensor]
-    about: Mapping[str, Any] = field(default_factory=dict)
-    lacking: Mapping[str, str] = field(default_factory=dict)
-    further: Mapping[str, str] = field(default_factory=dict)
-
-
-def _open(path: Path) -> _Source:
-    try:
-        if not path.is_dir():
-            return _checkpoint(path) if _is_checkpoint(path) else _plain(path, [path])
-        if checkpoints_in(path):  # first, because a run may have been exported into its directory
-            return _checkpoint(newest(path))
-        if (path / ONE_FILE).is_file():
-            paths = [path / ONE_FILE]
-        elif (path / INDEX).is_file():
-            paths = [path / name for name in _names_in(path / INDEX)]
-        else:
-            raise DataError(f"{path} has neither {ONE_FILE} nor checkpoints", GIVE)
-        config = path / "config.json"
-        return _plain(path, paths, _tree(config) if config.is_file() else {})
-    except OSError as error:
-        name = error.filename or path
-        raise DataError(f"{name} cannot be read ({error.strerror})", GIVE) from None
-
-
-def about_of(path: Path) -> Mapping[str, Any]:
-    """What is told beside weights: the checkpoint's `about`, or the folder's `config.json`.
-
-    Args:
-        path: as for `start_from`.
-
-    Raises:
-        HpcTrainError: as `start_from`.
-    """
-    return _open(path).about
-
-
-def _names_in(index: Path) -> list[str]:
-    """The names of the files that an index has."""
-    homes = _tree(index).get("weight_map")
-    names: list[Any] = list(homes.values()) if isinstance(homes, dict) else [None]
-    if not all(isinstance(name, str) for name in names):
-        raise DataError(f"weight_map in {index} does not name files", "get it again")
-    return sorted(set(names))
-
-
-def _tree(path: Path) -> dict[str, Any]:
-    tree = parsed_object(path.read_bytes())
-    if tree is None:
-        raise DataError(f"{path} is no JSON object", "get it again")
-    return tree
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a file is a checkpoint of hpc_train, sound or not."""
-    with path.open("rb") as file:
-        first = file.read(8)
-        if first == bytes(8):  # of a checkpoint that was never completed
-            return True
-        length = int.from_bytes(first, "little")
-        return b"hpc_train" in file.read(min(length, MAX_HEADER_BYTES))
-
-
-def _checkpoint(path: Path) -> _Source:
-    saved = MergedTensors(path)
-    forms = {name: (entry.dtype, entry.shape) for name, entry in saved.entries.items()}
-    return _Source(path, forms, saved.__getitem__, saved.about, further=saved.further)
-
-
-def _plain(path: Path, paths: Sequence[Path], about: Mapping[str, Any] | None = None) -> _Source:
-    forms, homes = {}, {}
-    told: dict[str, Any] = {}
-    names: dict[str, str] = {}
-    for file in paths:
-        try:
-            opened = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{file} is no sound safetensors file ({error})", GIVE) from None
-        told |= _told(opened.metadata())
-        names |= opened.metadata() or {}
-        for name in opened.keys():  # noqa: SIM118  # safe_open's object is not a mapping
-            part = opened.get_slice(name)
-            forms[name] = part.get_dtype(), tuple(part.get_shape())
-            homes[name] = opened
-    # safetensors' own `save_model` tells so of further names of a tensor.
-    further = {name: first for name, first in names.items() if first in forms}
-    read = lambda name: homes[name].get_tensor(name)  # noqa: E731
-    return _Source(path, forms, read, about or told, further=further)
-
-
-def _told(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """What `hpc-train checkpoint export` has told of a model in a file; nothing by others."""
-    about = parsed_object((metadata or {}).get(ABOUT_KEY, "")) or {}
-    return about if isinstance(about.get("shape"), dict) else {}
-
-
-def _converted(
-    source: _Source, convert: Callable[[str], tuple[str, Callable[[Tensor], Tensor]] | None]
-) -> _Source:
-    """The same tensors with our names and in our arrangement.
-
-    Args:
-        source: of tensors with foreign names.
-        convert: returns for a foreign name our name, and the function that makes our tensor of the
-            foreign one; None for a tensor that is not needed.
-    """
-    reads: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {}
-    for theirs in source.forms:
-        if (known := convert(theirs)) is not None:
-            reads.setdefault(known[0], {})[theirs] = known[1]
-    joins = getattr(convert, "join", None)
-
-    def converted(name: str, read: Callable[[str], Tensor]) -> Tensor:
-        made = {theirs: change(read(theirs)) for theirs, change in reads[name].items()}
-        joined: Tensor = joins(name, made) if joins else next(iter(made.values()))
-        return joined
-
-    def empty(theirs: str) -> Tensor:  # a tensor without content tells the shape
-        return torch.empty(source.forms[theirs][1], device="meta")
-
-    forms, lacking = {}, {}
-    for name, parts in reads.items():
-        words = {source.forms[theirs][0] for theirs in parts}
-        try:
-            forms[name] = max(words), tuple(converted(name, empty).shape)
-        except KeyError as error:
-            lacking[name] = some_of(error.args)
-        except (RuntimeError, IndexError, TypeError) as error:
-            shapes = [f"{theirs} has the shape {[*source.forms[theirs][1]]}" for theirs in parts]
-            cause = f"{source.path}: {', '.join(shapes)} ({error})"
-            raise CheckpointMismatch(cause, GIVE) from None
-    read = partial(converted, read=source.read)
-    return replace(source, forms=forms, read=read, lacking=lacking, further={})
-
-
-def _with_names(source: _Source, wanted: Iterable[str], further: Mapping[str, str]) -> _Source:
-    """The same tensors, under the names that the model has for them where it shares a tensor.
-
-    Of a tensor with several names, files have one: safetensors' own `save_model` the first in the
-    alphabet, checkpoints the first of the model.
-
-    Args:
-        source: of the tensors.
-        wanted: the names of the tensors to fill.
-        further: further names of the model's tensors, each with the first name.
-    """
-    theirs = {name: source.further.get(name, name) for name in (*source.further, *source.forms)}
-    first = {further.get(name, name): their for name, their in reversed(theirs.items())}
-    found = {
-        name: their
-        for name in wanted
-        if name not in source.forms and (their := theirs.get(name, first.get(name))) is not None
-    }
-    left = {*found.values()} - {*wanted}
-    forms = {name: form for name, form in source.forms.items() if name not in left}
-    forms |= {name: source.forms[their] for name, their in found.items()}
-    return replace(source, forms=forms, read=lambda name: source.read(found.get(name, name)))
-
-
 def check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
     """Check that each pattern of a key, or of an option, matches a name.
 
@@ -390,7 +210,7 @@ def check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> N
 
 
 def _check(
-    source: _Source, wanted: Mapping[str, TensorForm], all_forms: Mapping[str, TensorForm]
+    source: WeightSource, wanted: Mapping[str, TensorForm], all_forms: Mapping[str, TensorForm]
 ) -> None:
     """Check that the source has each wanted tensor, with the model's shape and a type that fits.
 
@@ -433,7 +253,7 @@ def _check(
 
 
 def _tell(
-    source: _Source, wanted: Mapping[str, TensorForm], forms: Mapping[str, TensorForm]
+    source: WeightSource, wanted: Mapping[str, TensorForm], forms: Mapping[str, TensorForm]
 ) -> None:
     left = [name for name in forms if name not in wanted]
     unknown = [name for name in source.forms if name not in forms]

@@ -192,7 +192,7 @@ def export(
 
     from hpc_train.checkpoint.catalogue import newest
     from hpc_train.checkpoint.export import check_absent, export_model
-    from hpc_train.checkpoint.weights import INDEX, ONE_FILE
+    from hpc_train.checkpoint.weight_sources import INDEX, ONE_FILE
 
     path, target, model = newest(Path(source)), Path(out), None
     if to is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.catalogue import find_checkpoints
-from hpc_train.checkpoint.weights import about_of
+from hpc_train.checkpoint.weight_sources import about_of
 from hpc_train.config import RunConfig
 from hpc_train.data.tables.features import TableFeatures
 from hpc_train.data.tables.transfer import with_statistics_of
