@@ -6,6 +6,7 @@ Importing this package loads neither torch nor MPI; its names do so when they ar
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ __all__ = [*_HOMES]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
+        # `import hpc_train` is enough for hpc_train.data.Mixture, whatever was imported before.
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]
     return getattr(importlib.import_module(module), attribute)

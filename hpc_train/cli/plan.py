@@ -234,7 +234,7 @@ def show_layouts(made: Choice, *, as_json: bool, every: bool = False) -> None:
     print(
         f"nodes: {made.nodes}, ranks per node: {made.ranks_per_node}, layouts that fit: {made.fit}"
     )
-    _print(_layouts(made.layouts), width=100)
+    _print(_layouts(made.layouts), width=120)
     print(f"options of the first: {made.layouts[0].options}")
     for line in _all_left_out(made.left_out) if every else _some_left_out(made.left_out):
         print(f"left out: {line}")

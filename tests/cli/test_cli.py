@@ -96,6 +96,16 @@ def test_everything_that_is_exported_exists():
     assert all(getattr(hpc_train, name) for name in hpc_train.__all__)
 
 
+def test_importing_the_package_is_enough_for_the_names_of_its_parts(monkeypatch):
+    for name in ("data", "gradients", "jobs"):
+        monkeypatch.delattr(hpc_train, name, raising=False)  # as if nothing had imported it
+    assert hpc_train.data.Mixture
+    assert hpc_train.gradients.average_gradients
+    assert hpc_train.jobs.submit
+    with pytest.raises(AttributeError, match="module 'hpc_train' has no attribute 'date'"):
+        _ = hpc_train.date
+
+
 def test_help_lists_the_verbs_and_the_exit_codes():
     text = run(*command("--help")).stdout
     for word in ("doctor", "prepare", "train", "generate", "predict", "75 stopped early"):
