@@ -85,7 +85,7 @@ TABLE = {
         "onednn", (Measured("2026-11-21", 1.68, 1.80), Measured("2026-11-22", 1.02, 1.03))
     ),
     ProcessorKind("AMD", "AVX2"): Cell("torch", (Measured("2026-11-22", 0.81, 0.85),)),
-    ProcessorKind("Intel", "AVX-512"): Cell("torch"),
+    ProcessorKind("Intel", "AVX-512"): Cell("torch", (Measured("2026-11-29", 0.90, 0.92),)),
     ProcessorKind("Intel", "AVX2"): Cell("torch"),
 }
 
