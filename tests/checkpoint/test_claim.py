@@ -63,6 +63,7 @@ def living(place: ProcessPlace = NOWHERE, timeout: float = 1800.0) -> Owner:
         (ProcessPlace(), ProcessPlace(), None, None, False),
         (LAUNCH, LAUNCH._replace(attempt=2), False, None, True),
         (LAUNCH, LAUNCH._replace(attempt=0), None, None, False),
+        (LAUNCH, LAUNCH, False, None, False),
         (LAUNCH, LAUNCH._replace(launch="b", attempt=2), None, None, False),
         (JOB, JOB._replace(requeued=1), False, None, True),
         (JOB._replace(requeued=1), JOB, False, None, False),
@@ -101,6 +102,21 @@ def test_a_job_that_began_after_the_scheduler_was_asked_is_not_taken_for_gone():
     assert not void(owner, mine, silent=15.0, ended=None, jobs=jobs)
     assert void(owner, mine, silent=25.0, ended=None, jobs=jobs)
     assert not void(replace(owner, user=-1), mine, silent=25.0, ended=None, jobs=jobs)
+
+
+def test_an_answer_of_the_scheduler_ages_while_a_start_waits(tmp_path):
+    def ask():
+        take_claim(tmp_path, living(JOB))  # it begins after the scheduler has looked
+        return Jobs(frozenset({"slurm:c:8"}), age=0.0)
+
+    with pytest.raises(ClaimError, match="in use by SLURM job 7"):
+        take_claim(tmp_path, living(ProcessPlace("slurm:c:8")), ask)
+
+
+def test_a_process_with_the_number_of_one_that_has_ended_is_not_taken_for_it():
+    owner = living()
+    assert owner.has_ended(living()) is False
+    assert replace(owner, begin=owner.begin - 1).has_ended(living()) is True
 
 
 def test_a_remedy_can_be_pasted_where_a_path_has_a_space(tmp_path):

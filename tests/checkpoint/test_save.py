@@ -151,3 +151,19 @@ def test_where_space_cannot_be_claimed_the_file_gets_its_length(job, together, m
     with path.open("wb") as file:
         files.reserve(file.fileno(), 0, 12345)
     assert path.stat().st_size == 12345
+
+
+@pytest.mark.ranks(2, 4)
+def test_each_rank_reads_back_what_another_one_wrote(group, together, monkeypatch):
+    """The writer's own node may have in its cache what is not on the disk."""
+    seen, read_back = [], saving._read_back
+
+    def noted(partial, layout, hashes, other, numbers):
+        seen.append(other)
+        read_back(partial, layout, hashes, other, numbers)
+
+    monkeypatch.setattr(saving, "_read_back", noted)
+    save_tensors(together / "checkpoint", held(state_of()), b"{}", group)
+    assert len(seen) == 1
+    assert seen[0] != group.rank
+    assert sorted(group.gathered(seen[0])) == [*range(group.size)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import time
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from hpc_train.checkpoint import save as saving
 from hpc_train.checkpoint.background import Snapshot
 from hpc_train.checkpoint.catalogue import SAVE_SECONDS_FILE, name_of, newest
 from hpc_train.checkpoint.claim import claimed
+from hpc_train.checkpoint.engines import PosixWriter
 from hpc_train.checkpoint.weights import start_from
 from hpc_train.collectives import connect
-from hpc_train.errors import CheckpointError, CheckpointMismatch, UserError
+from hpc_train.errors import CheckpointError, CheckpointMismatch, ClaimError, UserError
 from hpc_train.mpi.group import Group
 from tests.checkpoint import states
 
@@ -164,6 +166,49 @@ def test_retention_never_drops_what_was_just_saved(tmp_path, caplog):
     caplog.clear()
     assert store(tmp_path, *make()).resume() == 5
     assert "lost" not in caplog.text, "they were lost in the start before"
+
+
+def test_a_damaged_checkpoint_of_a_later_step_takes_no_place_of_a_sound_one(tmp_path):
+    checkpoints = store(tmp_path, *make(), keep=2)
+    for step in (3, 4):
+        checkpoints.save(step)
+    (tmp_path / "step-000000009.safetensors").write_bytes(b"damaged")
+    checkpoints.save(5)
+    left = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert left == [name_of(4), name_of(5), name_of(9)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_longest_save_is_not_forgotten(tmp_path, monkeypatch, background):
+    commit = saving._commit
+    pauses = [0.2, 0.0]
+
+    def slow(*arguments):
+        time.sleep(pauses.pop(0))
+        commit(*arguments)
+
+    monkeypatch.setattr(saving, "_commit", slow)
+    checkpoints = store(tmp_path, *make())
+    for step in (1, 2):
+        checkpoints.save(step, background=background)
+    checkpoints.close()
+    assert checkpoints.longest_save >= 0.2 > checkpoints.save_seconds > 0
+
+
+def test_a_job_that_lost_its_directory_while_it_wrote_adds_no_checkpoint(tmp_path, monkeypatch):
+    with claimed(Group(), tmp_path, 1.0) as claim:
+        checkpoints = store(tmp_path, *make())
+        checkpoints.claim = claim
+        sync = PosixWriter.sync
+
+        def suspended(writer):
+            sync(writer)
+            (tmp_path / ".claim" / "000002").write_text("{}")
+
+        monkeypatch.setattr(PosixWriter, "sync", suspended)
+        with pytest.raises(ClaimError):
+            checkpoints.save(1)
+    assert not [*tmp_path.glob("step-*")]
 
 
 def test_old_checkpoints_give_their_room_to_the_file_that_names_the_new_one(tmp_path, monkeypatch):

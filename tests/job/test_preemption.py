@@ -10,7 +10,8 @@ import time
 import psutil
 import pytest
 
-from hpc_train.job.preemption import StopRequests, signals_kept
+from hpc_train.job import preemption
+from hpc_train.job.preemption import SOON, StopRequests, signals_kept
 from hpc_train.mpi.group import Group
 from tests.waiting import wait_until
 
@@ -42,6 +43,19 @@ def test_the_time_limit_counts_from_the_start_of_the_process(requests):
     assert stop.agree(Group()) is None
     assert stop.agree(Group(), needed_seconds=90) is None
     assert "time_limit" in stop.agree(Group(), needed_seconds=110)
+
+
+def test_a_checkpoint_is_tried_after_a_tenth_of_the_time(requests, monkeypatch):
+    now = time.monotonic()
+    stop = requests(time_limit=3600)
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now)
+    stop._limit = now + 100
+    assert stop.pending(untried=True) == 0
+    now += 5
+    assert stop.pending(untried=True) == 0
+    now += 6
+    assert stop.pending(untried=True) == SOON
+    assert stop.pending() == 0
 
 
 def test_a_clock_that_is_set_forward_ends_no_run(requests, monkeypatch):

@@ -191,6 +191,14 @@ def test_without_patience_the_model_is_that_of_the_last_step():
     assert error_of(made, X, y, y.var()) == pytest.approx(longer.history_[-1]["loss"], rel=1e-9)
 
 
+def test_a_fit_with_other_class_weights_is_another_fit(tmp_path):
+    X, y = customers(60)
+    how = {"steps": 5, "run_dir": tmp_path, "batch": 16, "config": SMALL}
+    Classifier(**how).fit(X, y)
+    with pytest.raises(CheckpointMismatch, match="a fit to another table: .* class_weight"):
+        Classifier(**how, class_weight={"left": 3.0}).fit(X, y)
+
+
 def test_another_fit_in_the_same_run_directory_is_refused(tmp_path):
     X, y = curve()
     how = {"steps": 20, "run_dir": tmp_path, "batch": 16, "config": SMALL}

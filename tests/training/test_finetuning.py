@@ -354,3 +354,12 @@ def test_adapters_are_trained_in_16_bits(job, together, kind):
         adapters = [n for n in saved(together / "run") if n.startswith("model.") and is_adapter(n)]
         assert {saved(together / "run")[name].dtype for name in adapters} == {torch.float32}
     job.world.barrier()
+
+
+def test_a_resumed_run_does_not_take_the_given_weights_again(tmp_path):
+    given = ["--checkpoint.weights", str(base(tmp_path / "base"))]
+    given += ["--optimizer.schedule", "constant", "--run.steps"]
+    for directory, steps in (("run", "2"), ("run", "4"), ("whole", "4")):
+        make(config(tmp_path / directory, *given, steps), alone()).train()
+    mine, whole = saved(tmp_path / "run"), saved(tmp_path / "whole")
+    assert all(torch.equal(mine[name], whole[name]) for name in whole)

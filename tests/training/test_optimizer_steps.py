@@ -40,7 +40,7 @@ def unwaited(monkeypatch):
     monkeypatch.setattr(assemble, "is_unwaited", asked)
 
 
-def trained(folder, model=None, *, bad=(), **more):
+def trained(folder, model=None, *, bad=(), group=Group(), **more):  # noqa: B008
     """A trainer that has taken its steps; the loss of those in `bad` is infinite."""
     words = [w for k, v in {**KEYS, **more, "run.dir": folder}.items() for w in (f"--{k}", str(v))]
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def trained(folder, model=None, *, bad=(), **more):
         factor = math.inf if len(steps) in bad else 1.0
         return (module(batch[0]) - batch[1]).square().mean() * factor
 
-    trainer = Trainer(load(None, words), TrainingTask(model, data, loss), Runtime(Group(), Group()))
+    trainer = Trainer(load(None, words), TrainingTask(model, data, loss), Runtime(group, group))
     trainer.train()
     return trainer
 
@@ -158,3 +158,10 @@ def test_a_step_waits_for_a_device_only_if_its_norm_or_loss_is_asked(
     monkeypatch.setattr(optimizer_steps.OptimizerSteps, "wait", lambda _: asked.append(1))
     trained(tmp_path, **{"optimizer.clip_norm": limit, "run.log_every": 100})
     assert len(asked) == waits
+
+
+@pytest.mark.ranks(2)
+def test_an_infinite_norm_of_one_rank_in_local_steps_stops_all(group, together):
+    more = {"gradients.average_every": 4, "optimizer.clip_norm": 1, "run.log_every": 8}
+    with pytest.raises(NotFiniteError, match="step 2 has"):
+        trained(together / "run", bad=(2,) if group.rank == 1 else (), group=group, **more)

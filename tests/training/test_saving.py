@@ -108,3 +108,9 @@ def test_a_run_that_saves_in_the_background_has_the_same_checkpoints(program, ra
         pair = [program.checkpoint(name, step) for name in ("background", "foreground")]
         assert pair[0].read_bytes() == pair[1].read_bytes()
     assert program.metrics("background")[-1]["loss"] == program.metrics("foreground")[-1]["loss"]
+
+
+def test_what_is_kept_free_before_the_time_limit_follows_the_longest_save():
+    for longest, earlier, seconds in ((3, 0, 6), (3, 10, 6), (0, 4, 6), (0, 0, 0)):
+        times = SimpleNamespace(longest_save=longest, earlier_save=earlier)
+        assert Saving().reserve(times) == seconds

@@ -8,6 +8,7 @@ import shutil
 import signal
 import stat
 from contextlib import nullcontext
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -158,6 +159,19 @@ def failure_of(
         except CheckpointError as error:
             return str(error)
     return ""
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_mpi_io_wrote_is_read_back_in_any_case(job, together):
+    made = store(together / "run", job.world, "mpiio")
+    made.policy = replace(made.policy, verify=False)
+    with faults(write_nothing, -1) as seen:
+        save(made, 1)
+    writers = job.world.gathered("mpi_write" in seen.names)
+    mine = job.world.rank == writers.index(True)
+    at = seen.names.index("mpi_write") if mine else -1
+    with pytest.raises(CheckpointError, match="not on the disk"), faults(write_nothing, at):
+        save(made, 2)
 
 
 @pytest.mark.parametrize(("number", "saved"), [(errno.EINVAL, True), (errno.EIO, False)])
