@@ -11,13 +11,14 @@ import sys
 import pytest
 
 from hpc_train.config import DataSection, ParallelSection, RunConfig
+from hpc_train.errors import EXIT_STOPPED
 from hpc_train.launch import supervise
 from hpc_train.launch.attempt import Attempt, Outcome
 from hpc_train.launch.command import shrinking
 from hpc_train.launch.hosts import Host
 from hpc_train.launch.launchers import FoundLauncher
 from hpc_train.launch.lines import LaunchedJob, Line
-from hpc_train.launch.protocol import LAUNCH, JobProgress, read_progress, write_progress
+from hpc_train.launch.protocol import LAUNCH, STOP, JobProgress, read_progress, write_progress
 from hpc_train.launch.supervise import Supervisor, cause_of
 from tests.waiting import wait_until
 
@@ -106,6 +107,41 @@ def test_a_record_that_cannot_be_written_does_not_end_the_job(tmp_path, capsys):
 
 def test_any_other_program_takes_what_is_left():
     assert shrinking(None)(7) == (7, [])
+
+
+def attempted(monkeypatch, outcomes, run_dir=None):
+    """The exit code of a job whose attempts end so, and what each attempt was given."""
+    given = []
+
+    def once(supervisor, job, restart, lost_after):
+        given.append((job.ranks, job.command, lost_after))
+        return outcomes.pop(0)
+
+    monkeypatch.setattr(Supervisor, "_once", once)
+    monkeypatch.setattr(Supervisor, "_alive", lambda supervisor, *_: supervisor.hosts[:1])
+    hosts = [Host("one", 4), Host("two", 4)]
+    supervisor = Supervisor(
+        FoundLauncher("srun", lambda job: Line([], {})), LaunchedJob(["train"], 8, hosts), hosts, 3,
+        run_dir, run_dir, 0.0, lambda slots: (slots, ["--parallel.dp", str(slots)]), print,
+    )  # fmt: skip
+    return supervisor.run(), given
+
+
+def ended(code, step):
+    return Outcome(code, [], 0.0, JobProgress(step, 0.0))
+
+
+def test_a_job_that_has_lost_a_host_goes_on_with_fewer_ranks(monkeypatch):
+    code, given = attempted(monkeypatch, [ended(1, 5), ended(1, -1), ended(2, 7)])
+    assert code == 2
+    smaller = ["train", "--parallel.dp", "4"]
+    assert given == [(8, ["train"], 0), (4, smaller, 5), (4, smaller, 5)]
+
+
+def test_a_failed_job_whose_directory_has_a_stop_file_is_not_started_again(monkeypatch, tmp_path):
+    (tmp_path / STOP).touch()
+    code, given = attempted(monkeypatch, [ended(1, 5)], tmp_path)
+    assert (code, len(given)) == (EXIT_STOPPED, 1)
 
 
 class Site:

@@ -66,6 +66,19 @@ def alone():
     return Runtime(Group(), Group())
 
 
+def test_each_micro_batch_draws_other_numbers(tmp_path):
+    model = torch.nn.Linear(5, 3).double()
+    drawn = []
+    with Loop(alone(), tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1)) as loop:
+        for _, batches in loop.epochs(data(), batch=BATCH, epochs=1, accumulate=3):
+            for inputs, targets in batches:
+                drawn.append(torch.rand(()).item())
+                cross_entropy(model(inputs), targets).backward()
+                if loop.step_due:
+                    loop.step()
+    assert len({*drawn}) == len(drawn) == 15
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("engine", ENGINES, ids="engine-{}".format)
 def test_any_number_of_ranks_gives_the_same_losses(job, together, engine, tmp_path):
