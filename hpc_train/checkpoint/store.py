@@ -420,7 +420,11 @@ class Checkpoints:
         step = int(saved["step"])
         if not saved.get("finite", True):
             logger.warning("%s has parameters that are infinite or not numbers", path)
-        self.saved_step = step if path.parent == self.directory else 0
+        self.saved_step = step
+        if path.parent != self.directory:  # another run's, which may be saved here as well
+            self.saved_step = 0
+            if "score" in saved:
+                self.scores.setdefault(step, saved["score"])
         logger.info("resumed from %s, after step %d", path, step)
         return step
 

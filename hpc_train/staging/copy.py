@@ -138,7 +138,7 @@ def _removing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be removed ({error.strerror})", "remove it by hand"
+            f"{folder} cannot be removed ({error.strerror or error})", "remove it by hand"
         ) from None
 
 

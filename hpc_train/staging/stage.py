@@ -75,7 +75,7 @@ def clean(runtime: Runtime, to: Path | None) -> None:
     folder = from_first(runtime.world, lambda: copies_folder(to, os.environ))
     removed = False
     with _settled(levels):
-        if levels.node.rank == 0 and os.path.lexists(folder):
+        if levels.node.rank == 0 and folder.is_dir() and not folder.is_symlink():
             held = copy.lock(folder)
             try:
                 removed = copy.remove_copy(folder)

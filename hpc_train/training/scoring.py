@@ -144,21 +144,24 @@ def check_rows_alike(rows: Sequence[Mapping[str, Tensor]], tensor: Collectives) 
         tensor: of the tensor-parallel ranks.
 
     Raises:
-        UserError: they differ; perhaps not on all ranks.
+        HpcTrainError: they differ, or a rank has failed; on all ranks of the group.
     """
     if tensor.group.size == 1 or not rows:
         return
-    real = [torch.view_as_real(one) if one.is_complex() else one for one in _tensors(rows)]
-    forms = repr([(tuple(one.shape), one.dtype) for one in real])
+    with agreed(tensor.group):
+        real = [one.detach().resolve_conj() for one in _tensors(rows)]
+        real = [torch.view_as_real(one) if one.is_complex() else one for one in real]
+        forms = repr([(tuple(one.shape), one.dtype) for one in real])
     alike = len({*tensor.group.gathered(forms, "the forms of rows")}) == 1
-    if alike and real:
-        mine = torch.cat([one.detach().double().flatten() for one in real])
-        mine = mine.nan_to_num(0.0, 0.0, 0.0)
-        first = mine.clone()
+    for one in real if alike else []:  # each by itself: large numbers of one would hide another
+        with agreed(tensor.group):
+            mine = one.double().flatten().nan_to_num(0.0, 0.0, 0.0)
+            first = mine.clone()
         tensor.broadcast_(first)
-        largest = max(float(mine.norm()), float(first.norm()))
-        alike = float((mine - first).norm()) <= ROWS_ALIKE * largest
-    if not alike:
+        with agreed(tensor.group):
+            largest = max(float(mine.norm()), float(first.norm()))
+            alike &= float((mine - first).norm()) <= ROWS_ALIKE * largest
+    if tensor.group.smallest(int(alike)) == 0:
         raise UserError(
             "the rows that `measure` of the task's scores returns differ between the ranks of "
             "parallel.tp",

@@ -152,7 +152,7 @@ class Validation:
             losses = self.made.layout.pipeline.evaluate(forward, [part.form for part in parts])
         if self.collector is not None and not self._compared:
             self._compared = True
-            with agreed(self.made.grid.world):
+            with agreed(self.made.grid.world):  # of each tensor group all ranks fail, or none
                 check_rows_alike(rows, self.made.layout.gradients.tensor)
         return (losses, rows) if self.made.speaks else ([], [])
 

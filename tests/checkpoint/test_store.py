@@ -141,6 +141,15 @@ def test_resume_takes_none_a_file_and_an_empty_folder(tmp_path):
         store(tmp_path / "elsewhere", *make()).resume("/no/file")
 
 
+def test_what_is_resumed_from_another_run_and_saved_keeps_its_score(tmp_path):
+    checkpoints = store(tmp_path / "a", *make())
+    checkpoints.scores[7] = 0.5
+    path = checkpoints.save(7)
+    other = store(tmp_path / "b", *make())
+    assert other.resume(str(path)) == 7
+    assert other.save(7).read_bytes() == path.read_bytes()
+
+
 def test_starting_earlier_than_the_folders_own_checkpoints_is_refused(tmp_path):
     """What it would save is older than what is there, and would be dropped as the oldest."""
     model, optimizer = make()
