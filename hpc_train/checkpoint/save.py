@@ -98,7 +98,7 @@ def saving(
             if group.rank == 0:
                 check()
                 for left in unfinished_in(path.parent) if token else []:
-                    if left.name.endswith(f"{token}.partial"):  # the disk refused to remove it
+                    if left.name.endswith(f"{token}.partial"):  # a failed save could not remove it
                         _give_up(left)
                 # From here on rank 0 removes the incomplete file if any phase fails on any rank.
                 cleared.push(lambda failed, *_: _give_up(partial_path) if failed else None)
