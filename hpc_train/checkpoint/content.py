@@ -182,6 +182,8 @@ class Content:
             "optimizer": self._values["optimizer"],
             **also,
         }
+        if self.trained.scaler is not None:
+            tree["scaler"] = self.trained.scaler.state_dict()
         if of_model := self._values["model"]:
             tree["model"] = of_model
         if more := self.more.values():
@@ -242,7 +244,9 @@ class Content:
                 overwrite(part.tensor, contiguous[name].tensor)
         with agreed(self.group):
             state.put_module_extras(trained.model, saved.get("extra_state", {}), path)
-        self.more.take(saved.get("more", {}))
+        if trained.scaler is not None and "scaler" in saved:
+            trained.scaler.load_state_dict(saved["scaler"])
+        self.more.take(saved.get("more", {}))  # the residuals take the restored loss scale
         with agreed(self.group):  # now the options of the optimizer's groups are restored, too
             optimizer_state.check_slots_of_options(trained.optimizer, path)
         return saved

@@ -415,8 +415,6 @@ class Checkpoints:
 
     def _restore(self, path: Path) -> int:
         saved = self._content.restore(path)
-        if self.state.scaler is not None and "scaler" in saved:
-            self.state.scaler.load_state_dict(saved["scaler"])
         step = int(saved["step"])
         if not saved.get("finite", True):
             logger.warning("%s has parameters that are infinite or not numbers", path)
@@ -429,10 +427,7 @@ class Checkpoints:
         return step
 
     def _state(self, step: int) -> bytes:
-        also = self._known.values(step)
-        if self.state.scaler is not None:
-            also["scaler"] = self.state.scaler.state_dict()
-        return self._content.state(step, also)
+        return self._content.state(step, self._known.values(step))
 
     def _drop_old(self, step: int) -> None:
         """Remove the checkpoints that the policy does not keep."""

@@ -169,6 +169,34 @@ def test_a_start_that_compresses_nothing_says_what_it_drops(job, together, caplo
     assert told == [0, 0, int(job.world.rank == 0)]
 
 
+@pytest.mark.mpi(min_size=2)
+def test_what_compression_has_not_sent_goes_on_under_the_loss_scale_of_the_checkpoint(
+    job, together
+):
+    options = [*WAYS["topk"], "--precision.dtype", "float16"]
+    whole, cut = (make(config(together / name, *options), job) for name in ("whole", "cut"))
+    whole.assembly.scaler.scale = cut.assembly.scaler.scale = 64.0  # not that of a new run
+    whole.train()
+    stop_after(cut, 3, job)
+    make(config(together / "cut", *options), job).train()
+    if job.world.rank == 0:
+        expected, found = (
+            [record["loss"] for record in records(together / name)] for name in ("whole", "cut")
+        )
+        assert found == expected
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_validation_between_two_means_of_local_steps_is_of_their_mean(job, together):
+    every = ["--data.validation_every", "2", "--checkpoint.every", "2"]
+    local = ["--gradients.average_every", "3", "--run.steps", "2"]
+    make(config(together / "run", *every, *local), job).train()
+    resumed = make(config(together / "run"), job)
+    resumed.checkpoints.resume()
+    told = records(together / "run")[-1]["validation_loss"]
+    assert resumed.validate() == pytest.approx(told, rel=1e-12)
+
+
 @pytest.mark.mpi
 def test_replicas_are_one_after_local_steps(job, together):
     trainer = make(config(together / "run", *WAYS["local steps"]), job)
