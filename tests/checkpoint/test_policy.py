@@ -54,16 +54,14 @@ def test_without_a_number_all_are_kept(steps, scores, best):
     assert Retention(0, 0, best).superfluous(steps, scores) == []
 
 
-def store(directory, keep):
+def store(directory, policy):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Checkpoints(
-        directory, connect(Group()), TrainingState(model, optimizer), SavePolicy(keep=keep)
-    )
+    return Checkpoints(directory, connect(Group()), TrainingState(model, optimizer), policy)
 
 
 def test_the_best_survive_also_in_a_run_that_was_resumed(tmp_path):
-    keep = Retention(1, 0, 2)
+    keep = SavePolicy(keep=Retention(1, 0, 2))
     made = store(tmp_path, keep)
     for step, score in enumerate((5.0, 1.0, 4.0), start=1):
         made.scores[step] = score
@@ -77,8 +75,20 @@ def test_the_best_survive_also_in_a_run_that_was_resumed(tmp_path):
     assert sorted(map(step_of, find_checkpoints(tmp_path, "auto"))) == [2, 4, 6]
 
 
+def test_a_damaged_checkpoint_is_not_the_one_kept_for_its_finite_numbers(tmp_path):
+    made = store(tmp_path, SavePolicy(keep=5))
+    first, second = made.save(1), made.save(2)
+    made.close()
+    second.write_bytes(second.read_bytes()[:100])
+    again = store(tmp_path, SavePolicy(keep=1, nonfinite="warn"))
+    assert again.resume() == 1
+    torch.nn.init.constant_(next(again.state.model.parameters()), math.nan)
+    third = again.save(3)
+    assert find_checkpoints(tmp_path, "auto") == [third, first]
+
+
 def test_a_score_that_is_not_a_number_is_not_the_best(tmp_path):
-    made = store(tmp_path, Retention(1, 0, 1))
+    made = store(tmp_path, SavePolicy(keep=Retention(1, 0, 1)))
     for step, score in enumerate((math.nan, 0.1, 0.5, 0.6), start=1):
         made.scores[step] = score
         made.save(step)

@@ -50,7 +50,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1
 JobRequeue=1
-KillWait=5
+KillWait=10
 OverTimeLimit=0
 SlurmdTimeout=5
 MessageTimeout=3

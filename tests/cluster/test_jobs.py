@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.staging.environment import REMOVER_WAITS
 from tests.cluster.hosts import hosts, write_script
 from tests.cluster.slurm import Slurm, slurm
 from tests.conftest import small_program
@@ -100,13 +101,15 @@ def test_a_cancelled_job_keeps_its_copies_while_ranks_use_them_and_no_longer(up,
     job = up.submit(tmp_path / "job.sh")
     out = tmp_path / "out"
     wait_until(lambda: out.exists() and out.read_text().count("started") == 2)
-    hosts_of = ["node1", "node2"]
-    copies = ["ls", f"/dev/shm/hpc_train-{job}/remove_at_end"]
-    assert [up.cluster.on(host, copies).returncode for host in hosts_of] == [0, 0]
+    for host in ("node1", "node2"):
+        waits = ["ls", f"/dev/shm/hpc_train-{job}/{REMOVER_WAITS}"]
+        wait_until(lambda host=host, waits=waits: up.cluster.on(host, waits).returncode == 0)
     assert up.run(["scancel", str(job)]).returncode == 0
     assert up.wait(job) == "CANCELLED"
     assert out.read_text().count("shard\n") == 2, out.read_text()
-    assert not any("hpc_train" in up.cluster.on(h, ["ls", "/dev/shm"]).stdout for h in hosts_of)
+    for host in ("node1", "node2"):
+        left = up.cluster.on(host, ["ls", "-A", "/dev/shm"]).stdout
+        assert "hpc_train" not in left, f"{host}: {left}"
 
 
 def test_a_run_has_one_job_which_cancel_now_ends(up, program):

@@ -16,6 +16,7 @@ from hpc_train.errors import SetupError, UserError
 from hpc_train.gradients import average_gradients, staged_parameters
 from hpc_train.gradients.options import AveragingOptions
 from hpc_train.models.gate import Gate
+from hpc_train.mpi.group import Group
 from tests.gradients.late_lane import LateLane
 from tests.system.test_habits import shared_bytes
 from tests.system.test_same import Model, levels_of
@@ -156,6 +157,22 @@ def test_two_optimizers_of_one_model_have_an_averager_each(job, zeros, transpose
     levels.close()
     pairs = zip(found, expected, strict=True)
     assert all(torch.allclose(one, other, rtol=1e-10, atol=1e-12) for one, other in pairs)
+
+
+def norm(group, **options):
+    """The norm of the gradients of one backward pass, the same one on every rank."""
+    torch.manual_seed(0)
+    model = Two(transposed=True).double()
+    averager = set_up(group, model, **options)
+    step(model, 1)
+    found = float(averager.norm())
+    averager.close()
+    return found
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_parameter_that_is_not_divided_counts_once_in_the_norm(job):
+    assert norm(job.world, zero=1) == pytest.approx(norm(Group()), rel=1e-12)
 
 
 @pytest.mark.mpi(min_size=4)

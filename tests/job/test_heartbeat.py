@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import resource
 
-from hpc_train.job.heartbeat import HANG, LEARNING, Heartbeat, Pace
+import pytest
+
+from hpc_train.job.heartbeat import HANG, LEARNING, Heartbeat, Pace, history
 from hpc_train.launch import protocol
 from hpc_train.mpi.group import Group
 
@@ -50,6 +52,21 @@ def test_the_launcher_waits_longer_than_the_ranks_and_for_saves():
 
 def test_the_longest_step_includes_validation():
     assert paced(20, 6.0).longest == 600
+
+
+def test_a_step_in_which_the_process_was_suspended_does_not_count():
+    pace = paced(20, 6.0)
+    pace.took(11, 9000.0, suspended=True)
+    assert (pace.longest, pace.within(12)) == (600, 120)
+
+
+@pytest.mark.parametrize(("after", "lost"), [(30, 12), (42, 0), (50, 0)])
+def test_a_start_knows_how_many_steps_the_failure_before_it_has_cost(monkeypatch, after, lost):
+    monkeypatch.delenv(protocol.RESTARTS, raising=False)
+    assert history(after) == {}
+    monkeypatch.setenv(protocol.RESTARTS, "2")
+    monkeypatch.setenv(protocol.REACHED, "42")
+    assert history(after) == {"restarts": 2, "lost_steps": lost}
 
 
 def test_progress_goes_through_the_file_that_the_launcher_names(tmp_path, monkeypatch):
