@@ -140,6 +140,18 @@ def test_parameters_that_were_trained_for_a_part_of_a_period_are_averaged(job, c
     assert values == [pytest.approx([first] * 3), pytest.approx([1 - 0.1 * mean] * 3)]
 
 
+def test_replicas_are_one_after_close_also_if_a_step_failed_on_one_rank(job):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = AveragingOptions(average_every=EVERY, hang_timeout=20)
+    averager = average_gradients(model, optimizer, job.world, options)
+    if job.world.rank > 0:
+        optimizer.step(closure_of(model, optimizer, job.world.rank, 0))
+    averager.close()
+    values = repr([p.tolist() for p in model.parameters()])
+    assert len({*job.world.gathered(values)}) == 1
+
+
 def test_the_factors_of_adafactor_are_averaged(job):
     """Rank 0 alone uses the second parameter before the mean, and all do afterwards."""
     pair = nn.ParameterList(torch.ones(2, 3).double() for _ in range(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,20 @@ def test_a_parameter_without_a_gradient_on_all_ranks_keeps_none(job):
     LayoutGradients([unused, used], [], [], {}, tensor=over, embedding=alone, model=over).complete()
     assert unused.grad is None
     assert used.grad.tolist() == [1.0] * 3
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_copy_that_is_not_finite_on_one_rank_is_in_the_norm_of_all(job, bad):
+    counted, copy = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    parts = [(counted, torch.ones(3)), (copy, torch.ones(3))]
+    averager = SimpleNamespace(parts=lambda: parts, shards=connect(Group()))
+    over = connect(job.world)
+    layout = LayoutGradients([], [], [counted], {}, tensor=over, embedding=over, model=over)
+    assert float(layout.norm(averager)) == pytest.approx((3 * job.world.size) ** 0.5)
+    if job.world.rank == job.world.size - 1:
+        parts[1][1][0] = bad
+    assert not layout.norm(averager).isfinite()
 
 
 def compared(job, *names):

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
+from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.checkpoint.exchange import Exchange
 from hpc_train.config import GradientsSection, MemorySection
 from hpc_train.data.order import SampleOrder
@@ -586,6 +587,13 @@ def test_a_step_that_a_grad_scaler_skips_leaves_no_batch_half_done(tmp_path):
     train(3)
     loop.close()
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["step-000000003.safetensors"]
+
+
+def test_a_last_step_that_is_skipped_is_in_the_last_checkpoint(tmp_path):
+    last = EPOCHS * (SAMPLES // BATCH)
+    with (job := Job(alone(), tmp_path, precision="bfloat16", every=0)).loop:
+        job.train(skipped=(last,))
+    assert [step_of(path) for path in find_checkpoints(tmp_path, "auto")] == [last]
 
 
 @pytest.mark.mpi

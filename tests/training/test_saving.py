@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,15 @@ def test_an_error_of_some_ranks_waits_for_no_checkpoint_that_needs_all(agreed, r
     with pytest.raises(UserError), finishing_saves(checkpoints):
         raise error
     assert len(calls) == finished
+
+
+@pytest.mark.mpi
+def test_ranks_whose_clocks_differ_save_together(job):
+    made = Saving(minutes=1.0)
+    made._since = time.monotonic() - (90 if job.world.rank == 0 else 0)
+    assert made.due(1, 0.0, job.world)
+    made._since = time.monotonic() - (0 if job.world.rank == 0 else 90)
+    assert not made.due(1, 0.0, job.world)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from hpc_train.checkpoint.catalogue import find_checkpoints, step_of
 from hpc_train.data.manifest import FILE_NAME, HASHED_BYTES, Manifest, read_manifest
 from hpc_train.data.shards import TokenDataset
+from hpc_train.data.substitutes import Substituted
 from hpc_train.data.write import write_shard
 from hpc_train.errors import ConfigError, DataError
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
-from hpc_train.training.substituted import check_on_nodes
+from hpc_train.training.substituted import SubstitutedSamples, check_on_nodes
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.training.test_trainer import STEPS, check_equal, config, make, records
@@ -124,6 +127,19 @@ def test_too_many_substituted_samples_end_the_run(job, together, damaged, monkey
     job.world.barrier()
     steps = [*map(step_of, find_checkpoints(together / "run" / "checkpoints", "auto"))]
     assert STEPS not in steps
+
+
+def test_samples_that_each_epoch_substitutes_anew_are_not_too_many(monkeypatch):
+    monkeypatch.setattr("hpc_train.training.substituted.MOST_SUBSTITUTED", 0.1)
+    grid = SimpleNamespace(world=Group(), model=Group(), tp=1, pp=1)
+    dataset = TensorDataset(torch.zeros(100))
+    dataset.substitutes = {}
+    counted = SubstitutedSamples(grid, dataset, batch=10)
+    data = Substituted.of((), [(place, 50) for place in range(9)], [])
+    for epoch in range(1, 4):
+        step = SimpleNamespace(number=10 * epoch, micro_batches=[SimpleNamespace(data=data)])
+        counted.count(step)
+        assert counted.record() == {"substituted_samples": 9 * epoch}
 
 
 @pytest.mark.mpi
