@@ -107,11 +107,13 @@ def restarts() -> int:
     return int(os.environ.get(protocol.RESTARTS, 0))
 
 
-def history(after: int) -> dict[str, int]:
+def history(after: int, recorded: int = 0) -> dict[str, int]:
     """How often the launcher has restarted this job, and what the last failure cost.
 
     Args:
         after: the step after which training resumes.
+        recorded: the last step that metrics.jsonl had. The launcher may know of fewer steps,
+            because progress is not reported after each one.
 
     Returns:
         For metrics.jsonl: restarts, and lost_steps, the number of finished steps that are repeated.
@@ -119,5 +121,5 @@ def history(after: int) -> dict[str, int]:
     """
     if not (times := restarts()):
         return {}
-    reached = int(os.environ.get(protocol.REACHED, 0))
+    reached = max(recorded, int(os.environ.get(protocol.REACHED, 0)))
     return {"restarts": times, "lost_steps": max(0, reached - after)}

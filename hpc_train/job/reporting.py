@@ -135,7 +135,9 @@ def reporting(
         last = metrics.dropped
         reached = {"reached": last["step"], "reached_time": last.get("time")} if last else {}
         begun = {"steps": last_step} | reached
-        report = RunReport(claim, metrics, events, display, dict(history(after)), begun)
+        report = RunReport(
+            claim, metrics, events, display, history(after, reached.get("reached", 0)), begun
+        )
         if trackers:
             run = TrackedRun(directory, directory)
             threads = Trackers(run, trackers, allowed=lambda: claim.lost() is None)

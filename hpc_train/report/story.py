@@ -129,8 +129,8 @@ def reached_last(start: Start, step: Any, time: Any) -> None:
         step: of the record.
         time: at which it was made.
     """
-    if start.last is None:
-        start.last = _whole(step)
+    reached = [known for known in (start.last, _whole(step)) if known is not None]
+    start.last = max(reached, default=None)
     if start.ended is None and math.isfinite(number(time)):
         start.heard = number(time)
 
@@ -171,20 +171,9 @@ def _count_slow(groups: dict[tuple[str, ...], NamedSlow], event: dict[str, Any])
 
 def _add_attempts(story: Story, records: Sequence[dict[str, Any]]) -> None:
     """Take from launch.jsonl what killed starts could not say, and attempts that never trained."""
-    begun: dict[str, Any] | None = None
-    attempts: list[tuple[float, float, dict[str, Any]]] = []
-    for record in records:
-        if record.get("event") == "start":
-            if begun is not None:
-                attempts.append((_time(begun), _time(record), {}))
-            begun = record
-        elif record.get("event") == "end" and begun is not None:
-            attempts.append((_time(begun), _time(record), record))
-            begun = None
-    if begun is not None:
-        attempts.append((_time(begun), math.inf, {}))
-    for begin, end, record in attempts[:MOST_STARTS]:
-        inside = [start for start in story.starts if begin <= start.time < end]
+    trained = [*story.starts]
+    for begin, end, record in _attempts(records)[:MOST_STARTS]:
+        inside = [start for start in trained if begin <= start.time < end]
         if not inside:
             inside = [Start(begin)]
             # The order of the events stays: the clock of a later start's host may be behind.
@@ -198,6 +187,28 @@ def _add_attempts(story: Story, records: Sequence[dict[str, Any]]) -> None:
             code = _whole(record.get("code"))
             start.failed = bool(record.get("cause"))
             start.cause = str(record.get("cause") or f"exit code {code}")
+
+
+def _attempts(records: Sequence[dict[str, Any]]) -> list[tuple[float, float, dict[str, Any]]]:
+    """The beginning and the end of each attempt in launch.jsonl, and the line of its end.
+
+    An attempt whose launcher was killed has no such line, and ends before the next one begins. A
+    second launcher's attempt, which is refused, may lie within another one.
+    """
+    begun: list[float] = []
+    ends: dict[float, dict[str, Any]] = {}
+    for record in records:
+        if record.get("event") == "start":
+            begun.append(_time(record))
+        elif record.get("event") == "end" and (alone := [b for b in begun if b not in ends]):
+            lasted = number(record.get("seconds"))
+            near = _time(record) - lasted if math.isfinite(lasted) else math.inf
+            ends[min(reversed(alone), key=lambda begin: abs(near - begin))] = record
+    later = [*begun, math.inf][1:]
+    return [
+        (begin, _time(ends[begin]), ends[begin]) if begin in ends else (begin, following, {})
+        for begin, following in zip(begun, later, strict=True)
+    ]
 
 
 def _add_jobs(story: Story, records: Sequence[dict[str, Any]]) -> None:

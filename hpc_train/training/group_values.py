@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpc_train.checkpoint.holdings import PLAIN
 from hpc_train.errors import CheckpointMismatch
+from hpc_train.gradients.ownership import parameters_of
 
 NESTED = 8  # a step may call others of the same optimizer
 OF_TORCH = {"state", "param_groups"}
@@ -135,11 +136,27 @@ def load_in_place(optimizer: Optimizer, state: Any) -> None:
     """Load an optimizer's state into the groups that it has, which another one may share."""
     groups = optimizer.param_groups
     optimizer.load_state_dict(state)
+    _keep_types(optimizer, state)
     if optimizer.param_groups is not groups and len(groups) == len(optimizer.param_groups):
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         with suppress(AttributeError):  # it may be a property that only reads
             optimizer.param_groups = groups
+
+
+def _keep_types(optimizer: Optimizer, state: Any) -> None:
+    """Give slots the dtypes that were saved: torch takes the parameters', as if all had theirs.
+
+    So float32 copies of 16-bit weights would lose their digits.
+    """
+    if not isinstance(state, dict) or not isinstance(slots := state.get("state"), dict):
+        return  # an optimizer's own form
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        now = optimizer.state.get(parameter, {})
+        for name, saved in slots.get(number, {}).items():
+            loaded = now.get(name)
+            if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+                now[name] = loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
 
 
 def lost_with(optimizer: Optimizer, kept: Iterable[object]) -> list[str]:

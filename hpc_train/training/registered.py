@@ -420,7 +420,7 @@ class Registered(ExtraState):
                 if name in saved:
                     self._restore(name, thing, decode(saved[name], self._tensors))
             steering = [name for name, thing in self.things.items() if self._steers(thing)]
-            if OPTIONS in saved and steering and all(name in saved for name in steering):
+            if OPTIONS in saved and any(name in saved for name in steering):
                 put_in_groups(self.optimizer, decode(saved[OPTIONS], self._tensors))
             if OWN in saved:
                 self._own.restore(decode(saved[OWN], self._tensors))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hpc_train.checkpoint import Checkpoints, TrainingState
+from hpc_train.checkpoint.catalogue import find_checkpoints
 from hpc_train.collectives import connect
 from hpc_train.errors import CheckpointMismatch, UserError
 from hpc_train.mpi.group import Group
@@ -91,5 +92,7 @@ def test_a_buffer_that_no_start_could_restore_is_refused(tmp_path, change, line)
     model.register_buffer("queue", torch.ones(3))
     made = store(tmp_path, model)
     change(model)
-    with pytest.raises(UserError, match=line):
-        made.poll()
+    for method in (made.poll, lambda: made.save(1), made.poll):
+        with pytest.raises(UserError, match=line):
+            method()
+    assert not find_checkpoints(tmp_path, "auto")

@@ -67,6 +67,7 @@ def test_a_start_knows_how_many_steps_the_failure_before_it_has_cost(monkeypatch
     monkeypatch.setenv(protocol.RESTARTS, "2")
     monkeypatch.setenv(protocol.REACHED, "42")
     assert history(after) == {"restarts": 2, "lost_steps": lost}
+    assert history(after, recorded=44)["lost_steps"] == max(0, 44 - after)
 
 
 def test_progress_goes_through_the_file_that_the_launcher_names(tmp_path, monkeypatch):

@@ -72,6 +72,26 @@ def test_steps_are_lost_although_an_attempt_between_did_not_train(tmp_path):
     assert [one.lost for one in read_story(tmp_path).starts] == [3, None, None]
 
 
+def test_a_second_launcher_that_is_refused_hides_no_cause_of_the_first_one(tmp_path):
+    write_lines(tmp_path / "events.jsonl", [start(5, 0)])
+    refused = {"time": BEGIN + 38, "event": "end", "code": 2, "cause": "", "seconds": 18.0}
+    killed = {"time": BEGIN + 50, "event": "end", "code": 137, "cause": "SIGKILL", "seconds": 50.0}
+    begun = [{"time": BEGIN + after, "event": "start", "restart": 0} for after in (0, 20)]
+    write_lines(tmp_path / "launch.jsonl", [*begun, refused, killed | {"step": 33}])
+    first, second = read_story(tmp_path).starts
+    assert (first.cause, first.ended, first.last) == ("SIGKILL", BEGIN + 50, 33)
+    assert (second.after, second.ended, second.cause) == (None, BEGIN + 38, "exit code 2")
+
+
+def test_a_record_may_know_a_later_step_than_the_launcher(tmp_path):
+    resumed = start(60, 50, reached=94, reached_time=BEGIN + 40)
+    write_lines(tmp_path / "events.jsonl", [start(0, 0), resumed])
+    end = {"time": BEGIN + 50, "event": "end", "code": 137, "cause": "SIGKILL", "step": 92}
+    write_lines(tmp_path / "launch.jsonl", [{"time": BEGIN - 1, "event": "start"}, end])
+    first = read_story(tmp_path).starts[0]
+    assert (first.last, first.lost) == (94, 44)
+
+
 def test_the_job_script_says_why_a_job_ended(tmp_path):
     write_lines(tmp_path / "events.jsonl", [start(0, 0), start(90, 20, job="slurm::18")])
     ended = {"time": BEGIN + 80, "event": "ended", "job": "17", "code": 137, "why": "out of memory"}

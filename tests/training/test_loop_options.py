@@ -21,6 +21,7 @@ from hpc_train.errors import ConfigError, RankError, UserError
 from hpc_train.mpi import runtime
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.group_values import load_in_place
 from hpc_train.training.loop import Loop
 from hpc_train.training.options import LoopOptions
 from tests.cases import cases
@@ -470,6 +471,48 @@ def test_a_stopped_loop_goes_on_bit_for_bit(job, together, options, training):
         equal(rest.state(), expected)
     assert first.rates + rest.rates == whole.rates
     assert len(rest.rates) == 4
+
+
+def test_state_of_a_registered_optimizer_keeps_its_type():
+    """Such as float32 copies of 16-bit weights, which torch would round."""
+    first, second = (
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(2).bfloat16())], lr=0.1) for _ in range(2)
+    )
+    (parameter,) = first.param_groups[0]["params"]
+    copy = torch.tensor([1.00001, -0.3], dtype=torch.float32)
+    first.state[parameter] = {"copy": copy, "count": 3, "near": copy.bfloat16()}
+    load_in_place(second, first.state_dict())
+    (found,) = second.state.values()
+    assert found["copy"].dtype == torch.float32
+    assert found["near"].dtype == torch.bfloat16
+    assert torch.equal(found["copy"], copy)
+    assert found["count"] == 3
+
+
+class Notes:
+    """The largest learning rate so far."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.most = optimizer, 0.0
+
+    def state_dict(self):
+        return {"most": self.most}
+
+    def load_state_dict(self, state):
+        self.most = state["most"]
+
+
+def test_a_scheduler_goes_on_beside_an_object_that_was_not_registered_before(tmp_path):
+    def halved(optimizer):
+        return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    with (first := Job(alone(), tmp_path, schedule=halved)).loop:
+        first.train(stop_at=3)
+    rest = Job(alone(), tmp_path, schedule=halved)
+    rest.loop.register("notes", Notes(rest.optimizer))
+    with rest.loop:
+        rest.train()
+    assert first.rates + rest.rates == [0.1 * 0.5**step for step in range(8)]
 
 
 def test_a_grad_scaler_of_the_users_own_is_resumed_after_a_step_that_it_skipped(tmp_path):

@@ -159,7 +159,7 @@ def test_what_cannot_be_recorded_is_one_line(job, together, values, message):
 @pytest.mark.mpi
 def test_a_record_has_no_key_of_its_own_that_a_program_may_give(job, together, monkeypatch):
     monkeypatch.setattr(costs, "find_energy", lambda: FoundEnergy([rising("rapl", "p", 5)]))
-    monkeypatch.setattr(reporting, "history", lambda after: {"restarts": 1, "lost_steps": 2})
+    monkeypatch.setattr(reporting, "history", lambda *_: {"restarts": 1, "lost_steps": 2})
     running = steps(job, together)
     loop, loss = next(running)
     loop._records._slow.named = SlowRank(0, "load", 0.1, 0.2, "")
