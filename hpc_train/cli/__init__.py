@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.filename is None:  # it may be standard output, to which Python writes at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if told is None:
-            return EXIT_READER_GONE
+            return code or EXIT_READER_GONE  # an error, or a stop that wants another start
         if code == 0:  # otherwise an error is told already
             print_error(told)
         return code or told.exit_code

@@ -204,7 +204,7 @@ def average_gradients(
     tensors = [*parameters, *(b for b in model.buffers() if b.layout is torch.strided)]
     with agreed(group):
         _check_writable(model, optimizer)
-        _check_only_steps_write(model, alone=group.size == 1 or options.average_every > 1)
+        _check_embeddings(model, alone=group.size == 1 or options.average_every > 1)
     for tensor in {id(tensor): tensor for tensor in tensors}.values():  # tied ones only once
         collectives.broadcast_(tensor.data)
     broadcast_state(optimizer, collectives)
@@ -305,22 +305,30 @@ def _check_writable(model: nn.Module, optimizer: Optimizer) -> None:
             )
 
 
-def _check_only_steps_write(model: nn.Module, *, alone: bool) -> None:
-    """Check that no forward pass changes parameters by the samples that a rank has.
+def _check_embeddings(model: nn.Module, *, alone: bool) -> None:
+    """Check that no embedding does what depends on the samples of its rank alone.
 
     Args:
         model: the model.
         alone: whether this rank's parameters may differ from the others'.
 
     Raises:
-        UserError: one does, so that the ranks' parameters would drift apart.
+        UserError: one does, so that the result would depend on the number of ranks.
     """
     for name, module in () if alone else model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.max_norm is not None:
             raise UserError(
                 f"{name} is an {type(module).__name__} with max_norm, whose forward pass changes "
                 "the rows that a rank's samples use, on this rank only",
                 "leave max_norm out, and scale its rows on all ranks after the optimizer's step",
+            )
+        if module.scale_grad_by_freq:
+            raise UserError(
+                f"{name} is an {type(module).__name__} with scale_grad_by_freq, which divides "
+                "gradients by how often a row occurs among this rank's samples, not in the batch",
+                "leave scale_grad_by_freq out",
             )
 
 

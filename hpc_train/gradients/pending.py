@@ -165,7 +165,8 @@ def has_graph() -> UserError:
     return UserError(
         "backward(create_graph=True) makes gradients that have a graph; their mean over the ranks "
         "has none",
-        "compute gradients of gradients by torch.autograd.grad",
+        "compute gradients with respect to inputs by torch.autograd.grad; those with respect to "
+        "parameters would be of this rank's samples only",
     )
 
 

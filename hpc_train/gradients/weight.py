@@ -23,7 +23,10 @@ def sample_weight(group: Group, samples: int) -> float:
     try:
         mine = operator.index(samples)
     except TypeError:
-        failure = UserError(f"weight was called with {samples!r}", "give a whole number of items")
+        failure = UserError(
+            f"weight was called with {samples!r}",
+            "give a whole number of items, or give a weighted loss the rows of loop.gather",
+        )
     failed, total = group.totals([int(failure is not None), mine])
     if failed:
         settle(group, failure)

@@ -183,6 +183,9 @@ def _say_unbound(job: LaunchedJob, kind: str, allocation: Allocation | None) -> 
 
 
 def _hosts(request: LaunchRequest, allocation: Allocation | None) -> list[Host]:
+    for option, given in (("-H", request.hosts), ("--hostfile", request.hostfile)):
+        if given is not None and not given.strip():
+            raise UserError(f"{option} names no hosts", "see that its variable is set")
     if request.hosts and request.hostfile:
         raise UserError("-H and --hostfile are both given", "give one of them")
     if request.hosts:

@@ -22,7 +22,13 @@ from hpc_train.checkpoint.weights import start_from
 from hpc_train.config import RunConfig
 from hpc_train.data.tables.arrays_table import TableArrays
 from hpc_train.data.tables.features import RawColumns, TableFeatures
-from hpc_train.errors import CheckpointError, CheckpointMismatch, NotFiniteError, UserError
+from hpc_train.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    NotFiniteError,
+    UserError,
+    plural,
+)
 from hpc_train.models.shape import Shape
 from hpc_train.mpi.agreement import agreed, from_first, same
 from hpc_train.mpi.group import Group
@@ -120,6 +126,13 @@ def fit_table(
     same(group, "the configuration of the estimator", parameters, "give all ranks the same one")
     with checking(group):
         config = settings.configuration(len(training), held_out=held_out is not None)
+        replicas = group.size // (config.parallel.tp * config.parallel.pp)
+        if len(training) < replicas:
+            raise UserError(
+                f"fit has {plural(len(training), 'row')} to train on, fewer than the job has "
+                f"replicas of the model ({replicas})",
+                f"start {plural(len(training), 'rank')} or fewer",
+            )
         shape = shape_of(config.model, table_sizes(features, config.model))
         shape.check(division_of(config.parallel))
         dtype = getattr(torch, config.precision.parameters)

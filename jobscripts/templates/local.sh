@@ -37,6 +37,6 @@ spell env "HPC_TRAIN_TASK=$task" bash "$script"
 #% block queue %#
 why="the job could not start again"
 HPC_TRAIN_QUEUED=$((count + 1)) HPC_TRAIN_TASK=$task \
-    setsid timeout --signal=TERM --kill-after=30 "$walltime" bash "$script" >>"$output" 2>&1 </dev/null &
+    setsid timeout --signal=TERM --kill-after=30 "$walltime" "${starter[@]}" "$script" >>"$output" 2>&1 </dev/null &
 next=$(name_of $!)
 #% endblock %#

@@ -207,6 +207,22 @@ def test_a_reader_that_leaves_is_no_error(words):
     assert done.returncode in (0, 141)
 
 
+def test_a_reader_that_leaves_changes_no_exit_code_but_0():
+    """75 lets a job script start again."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    found = []
+    for code in (0, 75):
+        text = (
+            "from hpc_train import cli; from hpc_train.errors import print_line; "
+            f"cli._run = lambda _: print_line('a line') or {code}; raise SystemExit(cli.main())"
+        )
+        done = subprocess.run([sys.executable, "-c", text], stdout=writer, check=False)
+        found.append(done.returncode)
+    os.close(writer)
+    assert found == [141, 75]
+
+
 @pytest.mark.parametrize(
     "words",
     [

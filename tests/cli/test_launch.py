@@ -267,6 +267,8 @@ def test_the_training_is_known_however_it_is_written(program):
         (["-np", "0", "--", "train"], "np"),
         (["-np", "9", "-H", "a:2,b:2", "--", "train"], "more than the 4 slots"),
         (["-np", "2", "-H", "a:x", "--", "train"], "-H has 'a:x'"),
+        (["-np", "2", "-H", "", "--", "train"], "-H names no hosts"),
+        (["-np", "2", "--hostfile", "", "--", "train"], "--hostfile names no hosts"),
         (["-H", "a:2", "--hostfile", "f", "--", "train"], "both given"),
         (["--hostfile", "/none", "--", "train"], "/none"),
         (["-np", "2", "--launcher", "ssh", "--", "train"], "--launcher"),

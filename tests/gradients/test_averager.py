@@ -360,10 +360,11 @@ def test_a_rank_alone_clips_sparse_gradients(job):
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_rows_that_a_forward_pass_changes_are_refused(job, kind):
-    model = nn.ModuleDict({"e": kind(4, 2, max_norm=1.0)})
+@pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq"])
+def test_embeddings_that_look_at_the_ranks_own_samples_are_refused(job, kind, option):
+    model = nn.ModuleDict({"e": kind(4, 2, **{option: 1.0 if option == "max_norm" else True})})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UserError, match=f"e is an {kind.__name__} with max_norm"):
+    with pytest.raises(UserError, match=f"e is an {kind.__name__} with {option}"):
         average_gradients(model, optimizer, job.world)
     for group, options in ((Group(), {}), (job.world, {"average_every": 2})):
         average_gradients(model, optimizer, group, AveragingOptions(**options)).close()

@@ -277,14 +277,16 @@ def test_a_job_without_a_scheduler_can_be_watched_and_cancelled(local, tmp_path)
     assert str(tmp_path) not in processes.stdout
 
 
-def test_a_job_whose_script_is_killed_leaves_no_ranks(local, tmp_path):
+@pytest.mark.parametrize("whole", [False, True], ids=["script", "job"])
+def test_a_job_whose_process_is_killed_leaves_no_ranks(local, tmp_path, whole):
     (job,) = local("wait")
     wait_until(lambda: "start 0" in (tmp_path / "r/r.out").read_text().splitlines())
-    (script,) = psutil.Process(int(job.partition("-")[0])).children()
+    started = psutil.Process(int(job.partition("-")[0]))
+    (script,) = started.children()
     (launch,) = script.children()
     mpirun = launch.children()
-    script.kill()
-    assert not psutil.wait_procs([launch, *mpirun], timeout=PATIENCE)[1]
+    (started if whole else script).kill()
+    assert not psutil.wait_procs([script, launch, *mpirun], timeout=PATIENCE)[1]
     assert "asked to stop" in (tmp_path / "r/r.out").read_text()
 
 

@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,14 @@ _OF_A_JOB = re.compile(
     r"SLURM_(?!CONF|CLUSTERS$|SUBMIT_|TMPDIR$)|SLURMD_"
     r"|PBS_(?!CONF_FILE$|EXEC$|HOME$|SERVER$|DEFAULT$|O_|JOBFS$|TMPDIR$)"
     r"|LSB_(?!DEFAULT)|FLUX_(JOB|ENCLOSING|TASK)_|K_MPI_JOB_ROLE$"
+)
+# A shell that gets SIGTERM if `timeout` is killed: prctl(2), PR_SET_PDEATHSIG. Otherwise the job
+# would go on without a time limit, and under no id.
+_BASH = (
+    sys.executable,
+    "-SEc",
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
+    "os.execvp('bash', ['bash', *sys.argv[1:]])",
 )
 KILL_AFTER = 30  # seconds between SIGTERM and SIGKILL at the time limit
 
@@ -67,13 +76,14 @@ class Local(Scheduler):
         return []
 
     def settings(self, batch: BatchJob) -> list[str]:
-        """The lines that set the time limit in seconds, and the file of the output."""
-        return [*super().settings(batch), f"output={shlex.quote(_output(batch))}"]
+        """The lines that set the time limit, the file of the output, and what starts the script."""
+        output = f"output={shlex.quote(_output(batch))}"
+        return [*super().settings(batch), output, f"starter=({shlex.join(_BASH)})"]
 
     def queue(self, batch: BatchJob, after: str = "") -> list[str]:
         """Start the script of a job, once for each task of a sweep; returns the ids."""
         words = ["timeout", "--signal=TERM", f"--kill-after={KILL_AFTER}"]
-        words += [str(batch.resources.seconds), "bash", batch.script]
+        words += [str(batch.resources.seconds), *_BASH, batch.script]
         ids, ours = [], outside(os.environ)
         ours = {name: value for name, value in ours.items() if not _OF_A_JOB.match(name)}
         for task in range(len(batch.sweep)) if batch.sweep else [""]:

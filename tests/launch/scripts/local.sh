@@ -19,6 +19,7 @@ script=/home/me/runs/my/job.sh
 notice=
 walltime=60
 output=runs/my/my.out
+starter=(python -SEc 'import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp('"'"'bash'"'"', ['"'"'bash'"'"', *sys.argv[1:]])')
 export OMP_NUM_THREADS=1
 setup() {
     module load python openmpi || return
@@ -208,7 +209,7 @@ fi
 
 why="the job could not start again"
 HPC_TRAIN_QUEUED=$((count + 1)) HPC_TRAIN_TASK=$task \
-    setsid timeout --signal=TERM --kill-after=30 "$walltime" bash "$script" >>"$output" 2>&1 </dev/null &
+    setsid timeout --signal=TERM --kill-after=30 "$walltime" "${starter[@]}" "$script" >>"$output" 2>&1 </dev/null &
 next=$(name_of $!)
 if [ -n "$next" ]; then
     why=
