@@ -118,6 +118,11 @@ class Bucket:
             found[p] = part.as_strided(p.shape, p.stride()) if keeps else part.view(p.shape)
         return found
 
+    def ranges(self) -> list[tuple[Parameter, int, int]]:
+        """Each parameter with the start and the end of its part of the buffer, in elements."""
+        ends = [*self.begins[1:], self.numel]
+        return list(zip(self.parameters, self.begins, ends, strict=True))
+
     def cuts(self, parts: int) -> list[int]:
         """Cut the buffer into parts of nearly equal size, between rows of parameters.
 

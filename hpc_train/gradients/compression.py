@@ -35,6 +35,9 @@ class Compressor(Protocol):
     order.
     """
 
+    residuals: dict[int, Tensor]
+    """What this rank has not sent yet, by bucket number."""
+
     @property
     def steps(self) -> int:
         """How many sums each bucket has had, including those that were not finite."""

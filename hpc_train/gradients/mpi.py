@@ -24,6 +24,7 @@ from hpc_train.gradients.norms import total_norm
 from hpc_train.gradients.ownership import claim, disown, parameters_of, refuse_closed
 from hpc_train.gradients.profile import Profile
 from hpc_train.gradients.progress import Progress
+from hpc_train.gradients.residuals import carry_residuals
 from hpc_train.gradients.slots import Slot
 from hpc_train.gradients.staged_sums import in_host_memory
 from hpc_train.gradients.staging import computed
@@ -123,8 +124,12 @@ class BucketAverager:
 
     def _replan(self) -> None:
         added.check_trained(self.group, self._taking_part.now())
+        before = in_host_memory(self.sums)
         self._unplan()
         self._plan()
+        after = in_host_memory(self.sums)
+        if isinstance(before, LevelSums) and isinstance(after, LevelSums):
+            carry_residuals(before, after)
 
     @property
     def profile(self) -> Profile:

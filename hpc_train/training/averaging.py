@@ -18,6 +18,7 @@ from hpc_train.checkpoint.state import ExtraState, Streamed, TrainingState
 from hpc_train.collectives import Collectives, connect
 from hpc_train.collectives.coroutines import drive
 from hpc_train.config import GradientsSection, MemorySection, RunConfig
+from hpc_train.errors import plural
 from hpc_train.gradients import GradientAverager, LossScaler, average_gradients
 from hpc_train.gradients.autotune import on_all_nodes
 from hpc_train.gradients.averager import best_engine
@@ -50,6 +51,10 @@ DROPPED = (
     "the checkpoint has parts of gradients that compression had not sent yet. They are dropped, "
     "because this start compresses nothing: to keep them, resume on several nodes with "
     "gradients.compression"
+)
+NOT_TRAINED = (
+    "of %s that this start does not train, or not yet, the parts of gradients are dropped that "
+    "compression had not sent"
 )
 
 
@@ -266,21 +271,24 @@ class AveragingState(Statistics):
     def expect(self, entries: Mapping[str, Entry]) -> dict[str, LocalTensor]:
         """Memory for the residuals that the checkpoint has. Collective."""
         self._totals = {}
-        compresses = self.sums is not None and self.sums.cross is not None
-        if any(name.startswith(RESIDUAL) for name in entries):
+        saved = {name for name in entries if name.startswith(RESIDUAL)}
+        compresses, sums = False, self.sums
+        if sums is not None and sums.cross is not None:
+            compresses = True
+            for number, bucket in enumerate(sums.buckets):
+                if any(RESIDUAL + self.shards[p].name in saved for p in bucket.parameters):
+                    begin, end = sums.division.part(number)
+                    self._totals[number] = torch.zeros(end - begin, dtype=bucket.dtype)
+        held = {n: part for n, part in self._held(self._totals).items() if n in saved}
+        if saved:
             # A rank whose stage has no buckets compresses nothing, though others do.
             used = self.world.largest(int(compresses))
-            if not used and self.world.rank == 0:
-                logger.warning(DROPPED)
-        if not compresses:
-            return {}
-        assert self.sums is not None
-        for number, bucket in enumerate(self.sums.buckets):
-            names = [RESIDUAL + self.shards[p].name for p in bucket.parameters]
-            if any(name in entries for name in names):
-                begin, end = self.sums.division.part(number)
-                self._totals[number] = torch.zeros(end - begin, dtype=bucket.dtype)
-        return {n: held for n, held in self._held(self._totals).items() if n in entries}
+            taken = self.world.united(dict.fromkeys(held, True))
+            lost = len(saved) - len(taken)
+            if lost and self.world.rank == 0:
+                told = NOT_TRAINED % plural(lost, "parameter") if used else DROPPED
+                logger.warning(told)
+        return held
 
     def values(self) -> dict[str, Any]:
         """The number of steps that compression has seen."""

@@ -9,11 +9,14 @@ import safetensors.torch
 import torch
 from torch.utils.data import TensorDataset
 
+from hpc_train.config import GradientsSection
 from hpc_train.config.file import load
 from hpc_train.errors import ConfigError
 from hpc_train.models import GPT
 from hpc_train.mpi.group import Group
 from hpc_train.mpi.runtime import Runtime
+from hpc_train.training.loop import Loop
+from hpc_train.training.options import LoopOptions
 from hpc_train.training.task import TrainingTask
 from hpc_train.training.trainer import Trainer
 from tests.cases import cases
@@ -167,6 +170,32 @@ def test_a_start_that_compresses_nothing_says_what_it_drops(job, together, caplo
         make(config(together / "run", "--run.steps", str(steps), *options), job).train()
         told.append(sum("compression had not sent" in r.message for r in caplog.records))
     assert told == [0, 0, int(job.world.rank == 0)]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_start_that_has_a_layer_still_frozen_says_what_it_drops(job, together, caplog):
+    gradients = GradientsSection(compression="topk:0.1", two_level="off")
+    data = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(1)))
+    told = []
+    for _ in range(2):
+        caplog.clear()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        options = LoopOptions(gradients=gradients, every=2)
+        with Loop(job, together, model, optimizer, options) as loop:
+            for _, batches in loop.epochs(data, batch=8, epochs=1):
+                for (inputs,) in batches:
+                    model[0].requires_grad_(loop.step_number > 1)
+                    model(inputs).square().mean().backward()
+                    loop.step()
+                    optimizer.zero_grad()
+                    if loop.step_number == 4:
+                        loop.stop()
+        told += [r.message for r in caplog.records if "had not sent" in r.message]
+    expected = "of 2 parameters that this start does not train, or not yet, the parts of gradients"
+    assert [text.startswith(expected) for text in told] == [True] * (job.world.rank == 0)
 
 
 @pytest.mark.mpi(min_size=2)
