@@ -133,7 +133,8 @@ class Checkpoints:
         path = self.directory / name_of(step)
         if step == self.saved_step:
             return path
-        self._look()
+        if not self._looked:  # not even if an error of `poll` has ended the training
+            self._content.check()
         phases = self._saving(path, step, background=background)
         begin = time.monotonic()
         try:
@@ -185,15 +186,11 @@ class Checkpoints:
             CheckpointError: the checkpoint could not be written.
             UserError: a checkpoint cannot hold what the optimizer made in its first step.
         """
-        self._look()
-        if self._background is not None:
-            self._advance(wait=False)
-
-    def _look(self) -> None:
-        """Check once that a checkpoint can hold what the first step has made. Collective."""
         if not self._looked:
             self._content.check()
             self._looked = True
+        if self._background is not None:
+            self._advance(wait=False)
 
     def finish(self) -> None:
         """Wait for the end of a save in the background. Collective.

@@ -324,7 +324,7 @@ def _check_embeddings(model: nn.Module, *, alone: bool) -> None:
                 "the rows that a rank's samples use, on this rank only",
                 "leave max_norm out, and scale its rows on all ranks after the optimizer's step",
             )
-        if module.scale_grad_by_freq:
+        if module.scale_grad_by_freq and module.weight.requires_grad:
             raise UserError(
                 f"{name} is an {type(module).__name__} with scale_grad_by_freq, which divides "
                 "gradients by how often a row occurs among this rank's samples, not in the batch",

@@ -126,12 +126,12 @@ def fit_table(
     same(group, "the configuration of the estimator", parameters, "give all ranks the same one")
     with checking(group):
         config = settings.configuration(len(training), held_out=held_out is not None)
-        replicas = group.size // (config.parallel.tp * config.parallel.pp)
-        if len(training) < replicas:
+        of_replica = config.parallel.tp * config.parallel.pp
+        if len(training) < group.size // of_replica:
             raise UserError(
                 f"fit has {plural(len(training), 'row')} to train on, fewer than the job has "
-                f"replicas of the model ({replicas})",
-                f"start {plural(len(training), 'rank')} or fewer",
+                f"replicas of the model ({group.size // of_replica})",
+                f"start at most {plural(len(training) * of_replica, 'rank')}",
             )
         shape = shape_of(config.model, table_sizes(features, config.model))
         shape.check(division_of(config.parallel))

@@ -145,15 +145,17 @@ def load_in_place(optimizer: Optimizer, state: Any) -> None:
 
 
 def _keep_types(optimizer: Optimizer, state: Any) -> None:
-    """Give slots the dtypes that were saved: torch takes the parameters', as if all had theirs.
+    """Give tensors that are slots the dtypes that were saved: torch takes the parameters' dtypes.
 
     So float32 copies of 16-bit weights would lose their digits.
     """
     if not isinstance(state, dict) or not isinstance(slots := state.get("state"), dict):
         return  # an optimizer's own form
     for number, parameter in enumerate(parameters_of(optimizer)):
-        now = optimizer.state.get(parameter, {})
-        for name, saved in slots.get(number, {}).items():
+        now, before = optimizer.state.get(parameter), slots.get(number)
+        if not (isinstance(now, dict) and isinstance(before, dict)):
+            continue
+        for name, saved in before.items():
             loaded = now.get(name)
             if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
                 now[name] = loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)

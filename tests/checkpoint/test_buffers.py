@@ -92,7 +92,16 @@ def test_a_buffer_that_no_start_could_restore_is_refused(tmp_path, change, line)
     model.register_buffer("queue", torch.ones(3))
     made = store(tmp_path, model)
     change(model)
-    for method in (made.poll, lambda: made.save(1), made.poll):
+    for method in (lambda: made.save(1), made.poll, lambda: made.save(1)):
         with pytest.raises(UserError, match=line):
             method()
     assert not find_checkpoints(tmp_path, "auto")
+
+
+def test_a_buffer_that_the_first_step_makes_is_refused_also_after_a_save(tmp_path):
+    model = nn.Linear(2, 2)
+    made = store(tmp_path, model)
+    made.save(1)
+    added(model)
+    with pytest.raises(UserError, match="buffer more was not there before the first step"):
+        made.poll()

@@ -13,6 +13,7 @@ import pytest
 from hpc_train.errors import HpcTrainError
 from hpc_train.launch.queued import record_queued, still_queued
 from hpc_train.launch.schedulers import QueuedJob, scheduler_of
+from hpc_train.launch.schedulers.local import BASH
 from tests.programs import ENVIRON, hpc_train, only_line, run
 from tests.waiting import PATIENCE, wait_until
 
@@ -275,6 +276,14 @@ def test_a_job_without_a_scheduler_can_be_watched_and_cancelled(local, tmp_path)
     assert not events(tmp_path)[-1]["next"]
     processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert str(tmp_path) not in processes.stdout
+
+
+def test_the_shell_of_a_job_without_a_scheduler_begins_as_any_other(tmp_path):
+    """It ignores no further signals, and modules in the user's folder are not those of Python."""
+    (tmp_path / "struct.py").write_text("raise SystemExit('shadowed')")
+    (tmp_path / "job.sh").write_text('grep SigIgn /proc/$$/status; echo "$0"')
+    ours, plain = (run(*words, "job.sh", cwd=tmp_path) for words in (BASH, ["bash"]))
+    assert (ours.returncode, ours.stdout) == (0, plain.stdout)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["script", "job"])

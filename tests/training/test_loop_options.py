@@ -483,6 +483,7 @@ def test_state_of_a_registered_optimizer_keeps_its_type():
     first.state[parameter] = {"copy": copy, "count": 3, "near": copy.bfloat16()}
     load_in_place(second, first.state_dict())
     (found,) = second.state.values()
+    load_in_place(second, {**first.state_dict(), "state": {0: copy}})  # some keep no dict
     assert found["copy"].dtype == torch.float32
     assert found["near"].dtype == torch.bfloat16
     assert torch.equal(found["copy"], copy)

@@ -35,11 +35,13 @@ _OF_A_JOB = re.compile(
     r"|LSB_(?!DEFAULT)|FLUX_(JOB|ENCLOSING|TASK)_|K_MPI_JOB_ROLE$"
 )
 # A shell that gets SIGTERM if `timeout` is killed: prctl(2), PR_SET_PDEATHSIG. Otherwise the job
-# would go on without a time limit, and under no id.
-_BASH = (
+# would go on without a time limit, and under no id. Python ignores SIGPIPE and SIGXFSZ, and a shell
+# that begins so cannot undo it.
+BASH = (
     sys.executable,
-    "-SEc",
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
+    "-ISc",
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, 15); "
+    "[signal.signal(n, signal.SIG_DFL) for n in (signal.SIGPIPE, signal.SIGXFSZ)]; "
     "os.execvp('bash', ['bash', *sys.argv[1:]])",
 )
 KILL_AFTER = 30  # seconds between SIGTERM and SIGKILL at the time limit
@@ -78,12 +80,12 @@ class Local(Scheduler):
     def settings(self, batch: BatchJob) -> list[str]:
         """The lines that set the time limit, the file of the output, and what starts the script."""
         output = f"output={shlex.quote(_output(batch))}"
-        return [*super().settings(batch), output, f"starter=({shlex.join(_BASH)})"]
+        return [*super().settings(batch), output, f"starter=({shlex.join(BASH)})"]
 
     def queue(self, batch: BatchJob, after: str = "") -> list[str]:
         """Start the script of a job, once for each task of a sweep; returns the ids."""
         words = ["timeout", "--signal=TERM", f"--kill-after={KILL_AFTER}"]
-        words += [str(batch.resources.seconds), *_BASH, batch.script]
+        words += [str(batch.resources.seconds), *BASH, batch.script]
         ids, ours = [], outside(os.environ)
         ours = {name: value for name, value in ours.items() if not _OF_A_JOB.match(name)}
         for task in range(len(batch.sweep)) if batch.sweep else [""]:

@@ -19,7 +19,7 @@ script=/home/me/runs/my/job.sh
 notice=
 walltime=60
 output=runs/my/my.out
-starter=(python -SEc 'import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp('"'"'bash'"'"', ['"'"'bash'"'"', *sys.argv[1:]])')
+starter=(python -ISc 'import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, 15); [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGPIPE, signal.SIGXFSZ)]; os.execvp('"'"'bash'"'"', ['"'"'bash'"'"', *sys.argv[1:]])')
 export OMP_NUM_THREADS=1
 setup() {
     module load python openmpi || return
@@ -92,7 +92,7 @@ fail() { # WHAT HAS FAILED
 own_folder=$PWD
 own_names=(run_dir all command launcher stage stage_launcher environment requeue_by max_requeues script notice no_kill
     walltime output task job own child line stalled next why resume_by count code stop copies before waiting name
-    exported)
+    exported starter)
 own_settings=" command launcher requeue_by max_requeues notice no_kill "
 own_values=$(
     declare -p "${own_names[@]}" 2>/dev/null

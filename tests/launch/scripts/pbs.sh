@@ -96,7 +96,7 @@ fail() { # WHAT HAS FAILED
 own_folder=$PWD
 own_names=(run_dir all command launcher stage stage_launcher environment requeue_by max_requeues script notice no_kill
     walltime output task job own child line stalled next why resume_by count code stop copies before waiting name
-    exported)
+    exported starter)
 own_settings=" command launcher requeue_by max_requeues notice no_kill "
 own_names+=(qsub qstat qdel)
 own_values=$(
