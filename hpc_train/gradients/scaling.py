@@ -83,7 +83,8 @@ class LossScaler:
         scaler.scaled(loss).backward()            # in place of loss.backward()
         scaler.step(averager, clip_norm=1.0)      # in place of averager.step()
 
-    `average_gradients` makes the averager. The scaler has state: give it to `Checkpoints`.
+    `average_gradients` makes the averager. The scaler has state: register it with the
+    loop, or give it to `TrainingState`.
 
     Args:
         dtype: the dtype that autocast computes in. For float16 the scale changes. Bfloat16 has the

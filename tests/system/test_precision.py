@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -405,7 +404,7 @@ def own_loop(directory, epochs):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loop = Loop(alone(), directory, model, optimizer)
     scaler = LossScaler(torch.float16)
-    loop.checkpoints.state = replace(loop.checkpoints.state, scaler=scaler)
+    loop.register("scaler", scaler)
     for _, batches in loop.epochs(TensorDataset(torch.ones(24, 6)), batch=6, epochs=epochs):
         for (x,) in batches:
             optimizer.zero_grad()
