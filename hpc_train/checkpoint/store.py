@@ -103,6 +103,7 @@ class Checkpoints:
         self.scores = self._known.scores
         """The model's score by step, where known; lower is better. It is the same on all ranks."""
         self._looked = False  # whether the state that the first step has made was checked
+        self._refused = False  # whether no other start could restore that state
 
     def save(self, step: int, *, background: bool = False) -> Path:
         """Write the checkpoint of a step, if there is none yet, and remove old ones. Collective.
@@ -125,7 +126,8 @@ class Checkpoints:
             DivergenceError: replicas differ.
             NotFiniteError: trained parameters are infinite or not numbers.
             ClaimError: another job has taken the directory.
-            UserError: the step is below 1.
+            UserError: the step is below 1, or no other start could restore the state, as `poll` has
+                found.
         """
         if step < 1:  # `resume` returns 0 if there is no checkpoint
             raise UserError(f"a checkpoint of step {step} was asked for", "count steps from 1")
@@ -133,7 +135,7 @@ class Checkpoints:
         path = self.directory / name_of(step)
         if step == self.saved_step:
             return path
-        if not self._looked:  # not even if an error of `poll` has ended the training
+        if self._refused:  # the error of `poll` may be about to end the training
             self._content.check()
         phases = self._saving(path, step, background=background)
         begin = time.monotonic()
@@ -186,9 +188,10 @@ class Checkpoints:
             CheckpointError: the checkpoint could not be written.
             UserError: a checkpoint cannot hold what the optimizer made in its first step.
         """
-        if not self._looked:
+        if self._refused or not self._looked:
+            self._looked = self._refused = True
             self._content.check()
-            self._looked = True
+            self._refused = False
         if self._background is not None:
             self._advance(wait=False)
 

@@ -58,7 +58,6 @@ def test_a_nan_in_a_parameter_stops_the_save_before_anything_is_written(job, tog
 def test_infinities_of_a_mask_are_no_reason_to_stop(tmp_path):
     made = store(tmp_path, Group())
     made.state.model.register_buffer("mask", torch.full((3,), -math.inf))
-    assert made.resume() == 0
     made.save(1)
     made.state.model.bias.requires_grad_(False).fill_(math.inf)
     made.save(2)
