@@ -171,12 +171,13 @@ def take_claim(
     removed: FileNotFoundError | None = None
     while True:
         waited = time.monotonic() - begin
-        said = asked and asked._replace(age=asked.age + waited)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             known = max(known, *_numbers(folder), 0)
             owner = _read(folder, known) if known else None
             silent = _silent(folder, known, mine.token) if known else 0.0
+            # Measured after the silence: a wait between the two must not make the answer newer.
+            said = asked and asked._replace(age=asked.age + time.monotonic() - begin)
             if _is_free(folder, known, owner, mine, silent, said):
                 if _make(folder, known + 1, mine):
                     return Claim(folder, mine.token, known + 1, mine.timeout)

@@ -161,6 +161,14 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
+def _mean(values: Sequence[float]) -> float:
+    """The mean of finite values, which does not overflow; NaN if there are none."""
+    if not values:
+        return math.nan
+    half = math.fsum(value / (2 * len(values)) for value in values)
+    return min(max(2 * half, min(values)), max(values))
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw values in one line of block characters.
 
@@ -174,7 +182,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     for place in range(parts):
         part = values[place * len(values) // parts : (place + 1) * len(values) // parts]
         finite = [value for value in part if math.isfinite(value)]
-        means.append(math.fsum(value / len(finite) for value in finite) if finite else math.nan)
+        means.append(_mean(finite))
     finite = [value for value in means if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     middle = (len(BLOCKS) - 1) // 2

@@ -104,11 +104,19 @@ def test_a_job_that_began_after_the_scheduler_was_asked_is_not_taken_for_gone():
     assert not void(replace(owner, user=-1), mine, silent=25.0, ended=None, jobs=jobs)
 
 
-def test_an_answer_of_the_scheduler_ages_while_a_start_waits(tmp_path):
+def test_an_answer_of_the_scheduler_ages_while_a_start_waits(tmp_path, monkeypatch):
+    """Also where the machine stands still between two looks."""
+
     def ask():
         take_claim(tmp_path, living(JOB))  # it begins after the scheduler has looked
         return Jobs(frozenset({"slurm:c:8"}), age=0.0)
 
+    def slow(*arguments):
+        time.sleep(0.2)
+        return silent(*arguments)
+
+    silent = claims._silent
+    monkeypatch.setattr(claims, "_silent", slow)
     with pytest.raises(ClaimError, match="in use by SLURM job 7"):
         take_claim(tmp_path, living(ProcessPlace("slurm:c:8")), ask)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpc_train.launch.recent import BLOCKS, LAST_BYTES, RecentRecords, sparkline
@@ -116,6 +116,7 @@ def test_a_sparkline_shows_the_shape():
 
 
 @given(st.lists(st.floats()), st.integers(1, 50))
+@example([1.7976931348623157e308] * 3, 1)
 def test_a_sparkline_has_a_character_for_each_part(values, width):
     drawn = sparkline(values, width)
     assert len(drawn) == min(width, len(values))
