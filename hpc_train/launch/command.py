@@ -185,7 +185,10 @@ def _say_unbound(job: LaunchedJob, kind: str, allocation: Allocation | None) -> 
 def _hosts(request: LaunchRequest, allocation: Allocation | None) -> list[Host]:
     for option, given in (("-H", request.hosts), ("--hostfile", request.hostfile)):
         if given is not None and not given.strip():
-            raise UserError(f"{option} names no hosts", "see that its variable is set")
+            raise UserError(
+                f"{option} names no hosts",
+                "name hosts, or leave it out; a variable in its value may be empty",
+            )
     if request.hosts and request.hostfile:
         raise UserError("-H and --hostfile are both given", "give one of them")
     if request.hosts:

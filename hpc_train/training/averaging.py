@@ -53,8 +53,8 @@ DROPPED = (
     "gradients.compression"
 )
 NOT_TRAINED = (
-    "of %s that this start does not train, or not yet, the parts of gradients are dropped that "
-    "compression had not sent"
+    "the checkpoint has parts of gradients that compression had not sent yet. Those of %s are "
+    "dropped, because this start does not train them, or not yet"
 )
 
 
